@@ -53,7 +53,7 @@ def compat(session: nox.Session, row: str) -> None:
     """The quick tests on one row; arguments after `--` go to pytest."""
     _, packages = ROWS[row]
     # One resolution for all of it: a second pip call could move what the first one chose.
-    session.install(*packages, ".", "pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100")
+    session.install(*packages, ".[test]")
     session.run("python", "-m", "pip", "list", "--format=freeze", silent=False)
     tests = BACKEND_TESTS if row in ("jax", "torch") else TESTS
     # Not python -m pytest: that puts the folder first on the path, and so the checkout before the

@@ -1,6 +1,6 @@
 """Prints the N-th command of README.md's first shell block, counting from 1.
 
-CI runs what it prints, so the README cannot promise a command that does not work.
+CI runs the printed command, so README's commands are known to work.
 """
 
 import re

@@ -26,24 +26,21 @@ from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
 from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
-from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
+from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS
 
 _SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.compiled)
 KINDS = {
     "matmul": "matrix products",
     "conv": "convolutions",
-    "conv_input": "convolutions, gradient by input",
-    "conv_filter": "convolutions, gradient by filter",
+    "conv_gradient": "convolutions, gradients",
     "cast": "Casts",
     "elementwise": "elementwise and reductions",
-    "special": "softmax, pooling, batch normalization",
     "move": "moved, copied, gathered",
     "free": "shapes, variables, constants",
     "call": "called functions, not looked into",
 }
 # By op type; later ones hold. Others are elementwise.
 _KIND_OF = {
-    **dict.fromkeys(SPECIAL_OPS, "special"),
     **{op: rule.kind for op, rule in FLOP_RULES.items()},
     **dict.fromkeys(MOVING_OPS, "move"),
     # They move pointers only.

@@ -1,4 +1,4 @@
-"""What the examples share: the command line, the digits and a progress bar."""
+"""Shared by the examples: the command line, the digits and a progress bar."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_parser(doc: str, *, epochs: int, small_epochs: int) -> argparse.Argumen
     parser.add_argument(
         "--epochs", type=int, help=f"default: {epochs}; with --small {small_epochs}"
     )
-    parser.add_argument("--small", action="store_true", help="a few seconds, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="run for a few seconds only")
     parser.set_defaults(default_epochs=(epochs, small_epochs))
     return parser
 
@@ -68,7 +68,7 @@ def load_digits() -> Digits:
 
 
 def progress(console: Console) -> Progress:
-    """Returns a progress display; where the output is no terminal it prints its last state only."""
+    """Returns a progress display; outside a terminal it prints only its last state."""
     return Progress(
         TextColumn("{task.description:<16}"),
         BarColumn(bar_width=24),

@@ -1,7 +1,7 @@
-"""Compares test accuracy on digits in float32, mixed_float16 and mixed_bfloat16 over some seeds.
+"""Compares the test accuracy on digits of three policies over several seeds.
 
-Prints a Markdown table. The exit code is 1 if a mixed policy's mean accuracy is further than 0.7
-points from float32's.
+Prints a Markdown table for float32, mixed_float16 and mixed_bfloat16. The exit code is 1 if the
+mean accuracy of a mixed policy differs from float32's by more than 0.7 points.
 
     python examples/accuracy_table.py [--seeds 3] [--epochs 20] [--output table.md] [--small]
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 from _common import Digits, load_digits, progress
 from digits_fit import train
@@ -50,7 +50,7 @@ def markdown(accuracies: dict[str, list[float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; says whether the accuracies agree."""
+    """Prints the table; returns 1 if an accuracy is too far off."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

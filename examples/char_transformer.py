@@ -1,10 +1,10 @@
 """Trains a small transformer to predict the next character of Python source code.
 
-The text is the standard library this very Python runs on, so nothing is downloaded. Printed are
-bits per character on files the model has not seen, for float32 and mixed precision, and a sample
-of what the mixed model writes.
+The text is Python's own standard library, so nothing is downloaded. The script prints bits per
+character on held-out files, for float32 and mixed precision, and a sample of the mixed model's
+text.
 
-With --levels it is trained at levels of `tfamp.prepare` instead, and compared with the first.
+With --levels the model trains at levels of `tfamp.prepare` instead, each compared with the first.
 
     python examples/char_transformer.py [--dtype float16|bfloat16] [--epochs 2] [--small]
         [--levels [LEVEL ...]]
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np
@@ -44,7 +44,7 @@ def standard_library(max_bytes: int) -> np.ndarray:
         text += path.read_bytes()
         if len(text) >= max_bytes:
             break
-    # What is not ASCII is rare here and becomes a question mark.
+    # Characters outside ASCII are rare here and become question marks.
     numbers: np.ndarray = np.full(256, ALPHABET.index("?"), "int32")
     numbers[[ord(c) for c in ALPHABET]] = range(len(ALPHABET))
     return numbers[np.frombuffer(bytes(text[:max_bytes]), "uint8")]
@@ -83,7 +83,7 @@ def build_model(depth: int, width: int = 128, heads: int = 4) -> keras.Model:
     return keras.Model(inputs, layers.Dense(len(ALPHABET))(layers.LayerNormalization()(x)))
 
 
-# What `prepare` is told. O3 gives AdamW master weights by itself; "pure" is without them.
+# Arguments of `prepare` by level. O3 gives AdamW master weights automatically; "pure" does not.
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0"},
     "O1": {"level": "O1"},
@@ -113,7 +113,7 @@ def train(name: str, text: np.ndarray, args: Any, display: Progress) -> keras.Mo
     optimizer = keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(3e-3, steps))
     model, optimizer = prepared(name, args, optimizer)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # On CPUs XLA's float16 is the faster one, once the run is worth the time it takes to compile.
+    # On CPUs XLA's float16 is faster, if the run is long enough to make up for the compilation.
     model.compile(optimizer, loss, jit_compile=not args.small)
     bar = ProgressBar(display, name)
     model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[bar])

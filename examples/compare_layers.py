@@ -1,11 +1,11 @@
-"""Finds the layer that float16 ruins, and trains nothing again to repair it.
+"""Finds the layer that fails in float16, and repairs the model without training it again.
 
 A CNN is trained in float32 on scikit-learn's digits, with pixels from 0 to 255. One layer divides
-by the root of a sum of squares, which is far over 65504, float16's largest number. In float16 that
-sum is inf, the layer gives zeros, and the model finite, wrong answers without a word.
+by the root of a sum of squares, which exceeds 65504, float16's largest number. In float16 that sum
+is inf, the layer returns zeros, and the predictions are finite and wrong.
 
-`tfamp.diagnostics.compare` runs the trained model in both precisions, names the layer, finds the
-shortest list of layers to keep in float32 and proves it by a run. The table shows the accuracy
+`tfamp.diagnostics.compare` runs the trained model in both precisions, names the layer, finds a
+short list of layers to keep in float32 and confirms it by a run. The table shows the accuracy
 before and after.
 
     python examples/compare_layers.py [--bound 0.05] [--small]
@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the table
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the table
 
 import keras
 import numpy as np

@@ -1,7 +1,7 @@
 """Trains a CNN on scikit-learn's digits in float32 and converts it with `tfamp rewrite`.
 
-The model is exported once and converted twice, by the command line: with its variables, and frozen,
-where the weights are stored in the low dtype. Accuracy and sizes are those of what was written.
+The model is exported once and converted twice with the command: with its variables, and frozen,
+with weights stored in the low dtype. The table shows the accuracy and size of each SavedModel.
 
     python examples/convert_saved_model.py [--dtype bfloat16|float16] [--epochs 20] [--small]
 """
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np

@@ -1,8 +1,8 @@
 """Trains on scikit-learn's digits with a `GradientTape`, clipping and gradient accumulation.
 
-Each step adds up the gradients of a few micro-batches, clips their global norm and applies them
-once. The loss is scaled and the gradients are unscaled per micro-batch, so that what is added up
-and clipped are the true float32 gradients; an overflow in any micro-batch skips the whole step.
+Each step sums the gradients of a few micro-batches, clips their global norm and applies them once.
+Loss and gradients are scaled and unscaled per micro-batch, so the sum and the clipping use the true
+float32 gradients. An overflow in any micro-batch skips the whole step.
 
     python examples/digits_custom_loop.py [--dtype float16|bfloat16] [--micro-batches 4] [--small]
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import tensorflow as tf
@@ -62,7 +62,7 @@ class Trainer:
 
     @tf.function
     def apply(self) -> None:
-        """Clips and applies the sums, then starts anew."""
+        """Clips and applies the sums, then resets them."""
         clipped, _ = tf.clip_by_global_norm([total.value() for total in self.sums], 1.0)
         self.optimizer.apply_gradients(zip(clipped, self.model.trainable_variables, strict=True))
         for total in self.sums:
@@ -74,9 +74,8 @@ def train(policy: str, data: Digits, args: Any, display: Progress) -> Trainer:
     keras.utils.set_random_seed(args.seed)
     with tfamp.policy_scope(policy):
         model = build_model()
-    # The scale grows every 10 steps, so that even so short a run shows it growing until it
-    # overflows.
-    # Without low precision nothing underflows and a scale of 1 changes nothing.
+    # The scale grows every 10 steps, so that it overflows even in this short run. In float32 a
+    # scale of 1 changes nothing.
     rule = {"dynamic_growth_steps": 10} if policy == "mixed_float16" else {"loss_scale": 1.0}
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(2e-3), **rule)
     trainer = Trainer(model, optimizer, args.micro_batches)

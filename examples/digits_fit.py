@@ -1,12 +1,12 @@
-"""What mixed precision is worth on this machine: the accuracy it keeps, and the time it saves.
+"""Measures mixed precision on this machine: the accuracy it keeps and the time it saves.
 
 Accuracy: a CNN trains on scikit-learn's digits with `model.fit`, in float32, in float16 and under
-the policy that `auto` picks here. What that takes is two lines: the policy under which the model is
-built, and `tfamp.LossScaleOptimizer` around the optimizer. BatchNormalization and the output layer
-stay in float32 without being told.
+the policy that `auto` picks here. Two lines change: the policy under which the model is built, and
+`tfamp.LossScaleOptimizer` around the optimizer. BatchNormalization and the output layer stay in
+float32 automatically.
 
-Time: `tfamp.tune` measures a train step of a model that is large enough to gain, and says so where
-low precision does not pay.
+Time: `tfamp.tune` measures a train step of a larger model and keeps float32 where low precision
+does not pay.
 
     python examples/digits_fit.py [--plot PICTURE.png] [--dtype float16|bfloat16] [--small]
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import tensorflow as tf
@@ -100,7 +100,7 @@ def low_precision_share(model: keras.Model) -> str:
 
 
 def accuracy_row(model: keras.Model, data: Digits) -> tuple[str, ...]:
-    """Returns what a trained model does on digits that it has not seen, and how it got there."""
+    """Returns test accuracy, loss scale, skipped steps and share of low-precision layers."""
     found = model.evaluate(data.x_test, data.y_test, verbose=0, return_dict=True)
     scale, skipped = "-", "-"
     if isinstance(model.optimizer, tfamp.LossScaleOptimizer):
@@ -110,7 +110,7 @@ def accuracy_row(model: keras.Model, data: Digits) -> tuple[str, ...]:
 
 
 def tune(data: Digits, small: bool, seed: int, display: Progress) -> tfamp.TuneReport:
-    """Returns the times of a large model's train step, float32 and low precision by turns."""
+    """Measures a large model's train step, alternating float32 and low precision."""
     width, batch, rounds = (64, 64, 2) if small else (2048, 512, 7)
     step = tune_step.make_step(tune_step.build_model(width, seed))
     x, y = tf.constant(data.x_train[:batch]), tf.constant(data.y_train[:batch])
@@ -138,7 +138,7 @@ def accuracy_table(rows: dict[str, tuple[str, ...]]) -> Table:
 
 
 def verdict(report: tfamp.TuneReport) -> str:
-    """Returns what the times mean, in one sentence."""
+    """Returns a sentence that compares the chosen candidate with float32."""
     wide, chosen = report.rows[0], report.chosen
     times = f"float32 {1e3 * wide.seconds:.1f} ms"
     if not chosen.low_nodes or chosen.quartiles[1] >= wide.quartiles[0]:
@@ -150,7 +150,7 @@ def verdict(report: tfamp.TuneReport) -> str:
 
 
 def plot(curves: dict[str, list[float]], report: tfamp.TuneReport, path: str) -> None:
-    """Draws how the accuracies grow, and the times of the step."""
+    """Draws accuracy by epoch and the step time of each candidate."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -177,7 +177,7 @@ def plot(curves: dict[str, list[float]], report: tfamp.TuneReport, path: str) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains once per policy, measures the step, and prints what both say."""
+    """Trains once per policy, measures the step, and prints both results."""
     parser = make_parser(__doc__, epochs=20, small_epochs=2)
     parser.add_argument("--plot", metavar="PATH", help="also draw both; needs matplotlib")
     args = parse(parser, argv)

@@ -1,8 +1,8 @@
-"""Trains a classifier whose loss is NaN in float16, finds the op to blame, and mends it.
+"""Trains a classifier whose loss is NaN in float16, finds the failing op, and fixes it.
 
-Each column of a picture is standardized: its mean is taken away, and it is divided by its standard
-deviation. An epsilon of 1e-8 keeps that from being zero, in float32. In float16 1e-8 itself is
-zero, and in pictures of digits the outer columns are often empty.
+Each column of an image is standardized: the mean is subtracted, and the rest is divided by the
+standard deviation. An epsilon of 1e-8 prevents a division by zero in float32. In float16 1e-8
+rounds to zero, and the outer columns of digit images are often empty.
 
     python examples/find_nan.py [--dtype bfloat16] [--small]
 """
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 from _common import Digits, ProgressBar, load_digits, make_parser, parse, policies, progress
@@ -27,7 +27,7 @@ MENDED = 1e-4
 
 
 class Standardize(keras.layers.Layer):
-    """Gives the columns of pictures a mean of zero and a standard deviation of one.
+    """Standardizes the columns of images to mean 0 and standard deviation 1.
 
     Args:
         epsilon: Added to the variance.
@@ -76,7 +76,7 @@ def train(model: keras.Model, data: Digits, epochs: int, bar: ProgressBar) -> tu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains in float32 and in low precision, looks for the NaN, and trains the mended model."""
+    """Trains in float32 and in low precision, finds the NaN, and trains the fixed model."""
     args = parse(make_parser(__doc__, epochs=30, small_epochs=3), argv)
     data = load_digits()
     runs = [(policy, 1e-8) for policy in policies(args.dtype)]

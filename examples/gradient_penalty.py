@@ -1,14 +1,14 @@
 """Second derivatives through scaled losses: PyTorch's recipe for a gradient penalty.
 
 The penalty is the squared gradient of the loss with respect to the pixels, which makes a classifier
-harder to fool (Drucker and Le Cun, 1992). In float16 that gradient needs a scaled loss, too:
+more robust (Drucker and Le Cun, 1992). In float16 that gradient needs a scaled loss too:
 
-1. take it of the scaled loss, and divide it by hand; `unscale` is for the optimizer's gradients,
-2. add the penalty to the loss, and scale the sum,
-3. take the second derivatives, step and update as always. An overflow in 1. skips the step as well.
+1. compute it from the scaled loss and divide by hand; `unscale` is for the optimizer's gradients,
+2. add the penalty to the loss and scale the sum,
+3. take the second derivatives, step and update as usual. An overflow in 1. also skips the step.
 
-Printed is the accuracy on the test digits, and after each pixel was moved by 0.1 in the direction
-that raises the loss most.
+The table shows the accuracy on the test digits, clean and after an attack that moves each pixel by
+0.1 in the direction that raises the loss most.
 
     python examples/gradient_penalty.py [--dtype float16|bfloat16] [--penalty 0.5] [--small]
 """
@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np

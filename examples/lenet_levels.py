@@ -1,8 +1,8 @@
 """Trains LeNet-5 on handwritten digits at every level of mixed precision, and compares them.
 
 The data are scikit-learn's digits; nothing is downloaded. All levels start from the same weights
-and see the same batches. Printed is the accuracy on digits the model has not seen, how far it is
-from O0's, and the time of one training step.
+and use the same batches. The table shows the accuracy on test digits, its difference from O0's, and
+the time of one training step.
 
     python examples/lenet_levels.py [--dtype float16|bfloat16|both] [--epochs 30] [--small]
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ from rich.table import Table
 import tfamp
 
 BATCH = 32
-# Level, and what else `prepare` is told. Masters are level O2 with its weights stored low.
+# Level, and other arguments of `prepare`. Masters: level O2 with weights stored in the low dtype.
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0"},
     "O1": {"level": "O1"},
@@ -40,7 +40,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 
 class Result(NamedTuple):
-    """What one training run came to."""
+    """Results of one training run."""
 
     accuracy: float
     milliseconds: float
@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 def lenet5() -> keras.Model:
-    """Returns LeNet-5 for 32 x 32 pixels, as LeCun et al. (1998) drew it, with ReLU and max."""
+    """Returns LeNet-5 for 32 x 32 pixels, as in LeCun et al. (1998), with ReLU and max-pooling."""
     return keras.Sequential(
         [
             keras.Input((32, 32, 1)),
@@ -70,7 +70,7 @@ def enlarged(images: np.ndarray) -> np.ndarray:
 
 
 def train(name: str, dtype: str, data: Digits, epochs: int, seed: int, display: Progress) -> Result:
-    """Trains at one level and returns what it came to."""
+    """Trains at one level and returns the results."""
     keras.utils.set_random_seed(seed)
     model = lenet5()
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)

@@ -1,10 +1,10 @@
 """Shows a model stored in float16 that stops learning, and two ways to make it learn.
 
-Weights, activations and gradients of the model are float16. Its updates are the learning rate times
-a gradient; those smaller than half the distance between two float16 numbers, at most a 2048th of
-the weight, leave the weight where it was. With `master_weights=True` the optimizer adds them up in
-float32 copies and rounds the copies into the model; with `weight_rounding="stochastic"` it needs no
-copies: a weight is rounded up or down at random, so that small updates count on average.
+Weights, activations and gradients of the model are float16. An update smaller than half the
+distance between two float16 numbers, at most a 2048th of the weight, does not change the weight.
+With `master_weights=True` the optimizer accumulates updates in float32 copies and rounds the copies
+into the model. With `weight_rounding="stochastic"` it keeps no copies: weights are rounded up or
+down at random, so that small updates count on average.
 
     python examples/master_weights.py [--dtype bfloat16] [--small]
 """
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np
@@ -48,8 +48,8 @@ def train(
         )
     before = model.get_weights()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Adam's slots are float32 with the masters and float16 without, where its second moments are
-    # zero; SGD with momentum has no such trouble, so that the difference here is the updates'.
+    # Adam's second moments are zero in float16 slots. SGD with momentum has no such slots, so only
+    # the rounding of updates differs here.
     inner = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
     optimizer = tfamp.LossScaleOptimizer(inner, **options)
     model.compile(optimizer, loss, metrics=["accuracy"])

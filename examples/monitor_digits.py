@@ -1,12 +1,11 @@
-"""Watches a CNN on scikit-learn's digits train in float16, and reports whether float16 is enough.
+"""Monitors a CNN on scikit-learn's digits that trains in float16: is float16 enough?
 
-A `NumericsMonitor` counts the gradients by size every few steps. What it saw goes to a file of JSON
-lines and two pictures. The loss scale starts far too high on purpose, so that there are skipped
-steps to see.
+A `NumericsMonitor` counts the gradients by size every few steps and writes a file of JSON lines and
+two pictures. The loss scale starts too high on purpose, so that some steps are skipped.
 
     python examples/monitor_digits.py [--out monitor_digits] [--every 20] [--small]
 
-The pictures of docs/guides/monitor.md are those of
+The pictures of docs/guides/monitor.md come from
 
     python examples/monitor_digits.py --docs docs/assets
 """
@@ -18,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 from _common import ProgressBar, load_digits, make_parser, parse, progress
@@ -32,7 +31,7 @@ INITIAL_SCALE = 2.0**24
 
 
 def train(monitor: NumericsMonitor, dtype: str, epochs: int, seed: int, console: Console) -> None:
-    """Trains a model while the monitor watches."""
+    """Trains a model with a monitor."""
     keras.utils.set_random_seed(seed)
     data = load_digits()
     policy = "float32" if dtype == "float32" else f"mixed_{dtype}"

@@ -1,10 +1,10 @@
-"""Trains on several machines, or on one with several processes, in mixed precision.
+"""Trains in mixed precision on several machines, or in several processes on one machine.
 
-Without TF_CONFIG it starts all workers on this machine and prints the TF_CONFIG of each: on several
-machines, start this script once on each with its own, addresses changed. In one step one worker has
-a gradient that is not finite: all workers skip it, and their scales stay equal.
+Without TF_CONFIG the script starts all workers on this machine and prints the TF_CONFIG of each. On
+several machines, start it once on each with its own TF_CONFIG and the real addresses. In one step
+one worker has a non-finite gradient: all workers skip the step, and their scales stay equal.
 
-A custom loop, as Keras 3's `fit` does not run under MultiWorkerMirroredStrategy.
+It uses a custom loop because Keras 3's `fit` does not run under MultiWorkerMirroredStrategy.
 
     python examples/multi_worker.py [--workers 3] [--dtype bfloat16] [--small]
 """
@@ -39,7 +39,7 @@ def configurations(addresses: Sequence[str]) -> list[str]:
 
 
 def free_addresses(count: int) -> list[str]:
-    """Returns addresses on this machine that nobody listens at."""
+    """Returns free addresses on this machine."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -55,7 +55,7 @@ def launch(count: int, argv: Sequence[str]) -> int:
         command = [sys.executable, os.path.abspath(__file__), *argv]
         workers.append(subprocess.Popen(command, env=os.environ | {"TF_CONFIG": config}))
     try:
-        # Not one after the other: when one has failed, the others would wait for it for ever.
+        # Not in sequence: if one has failed, the others would wait for it forever.
         while None in (codes := [worker.poll() for worker in workers]) and not any(codes):
             time.sleep(0.1)
         return int(any(codes))
@@ -68,7 +68,7 @@ def work(args: argparse.Namespace) -> int:
     """Trains as one of the workers."""
     import tensorflow as tf
 
-    # Before anything else of TensorFlow: it starts the servers the workers talk through.
+    # Before any other use of TensorFlow: it starts the servers of the workers.
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     import keras
     from _common import load_digits

@@ -1,8 +1,8 @@
-"""Trains a CNN on digits with its whole train step rewritten, the tape and the optimizer too.
+"""Trains a CNN on digits with its whole train step rewritten, tape and optimizer included.
 
-The model is a plain float32 model under no policy. `tfamp.rewrite` decides node by node, in the
-forward pass, the backward pass and the update; the printed table says what it decided and why, and
---report writes the graph as a page to open in a browser.
+The model is a plain float32 model without a policy. `tfamp.rewrite` decides node by node in the
+forward pass, the backward pass and the update. The table shows its decisions and reasons, and
+--report writes the plan as a page to open in a browser.
 
     python examples/rewrite_train_step.py [--dtype float16|bfloat16] [--report FILE.html] [--small]
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np

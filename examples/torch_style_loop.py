@@ -1,8 +1,8 @@
-"""Trains a small GAN on scikit-learn's digits the way a PyTorch program does: autocast, one scaler.
+"""Trains a small GAN on scikit-learn's digits as a PyTorch program does: autocast, one scaler.
 
 Two optimizers share one `GradScaler`. In each iteration the discriminator's gradients are unscaled
-and clipped, the generator's go to `step` as they are, and `update` comes once at the end: it looks
-at both. The whole iteration is one `tf.function`; `tfamp.autocast` works while it is traced.
+and clipped, the generator's go to `step` unchanged, and one `update` at the end considers both. The
+whole iteration is one `tf.function`; `tfamp.autocast` applies while it is traced.
 
     python examples/torch_style_loop.py [--dtype float16|bfloat16] [--plot digits.png] [--small]
 """
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np
@@ -43,8 +43,8 @@ class Gan:
         self.discriminator = mlp(64, [256, 128], keras.layers.Dense(1))
         self.d_optimizer = keras.optimizers.Adam(4e-4, beta_1=0.5)
         self.g_optimizer = keras.optimizers.Adam(4e-4, beta_1=0.5)
-        # bfloat16 and float32 need no scaling: a disabled scaler passes everything through. The
-        # short interval lets so short a run show the scale growing until it overflows.
+        # bfloat16 and float32 need no scaling: a disabled scaler passes everything through. With
+        # the short interval the scale grows until it overflows, even in this short run.
         self.scaler = tfamp.GradScaler(growth_interval=50, enabled=dtype == "float16")
         self.skipped = tf.Variable([0, 0])
 

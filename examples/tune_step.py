@@ -1,8 +1,8 @@
-"""Is low precision faster here? Measures a train step, and keeps the fastest way to run it.
+"""Measures whether low precision makes a train step faster here, and keeps the fastest way.
 
-The same step in float32 and rewritten in each placement, by turns, on a real batch. Model,
-optimizer and random numbers are as before then; training goes on with what was chosen, which is
-float32 where nothing is faster.
+`tfamp.tune` alternates the step in float32 and rewritten in each placement, on a real batch. Model,
+optimizer and random numbers are unchanged afterwards. Training continues with the fastest, which is
+float32 if nothing is faster.
 
     python examples/tune_step.py [--dtype float16|bfloat16] [--width N] [--html FILE] [--small]
 """

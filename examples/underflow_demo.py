@@ -2,12 +2,12 @@
 
 The setting is data-parallel training with a global batch of 2**24 tokens or pixels. Each device
 divides its loss by the global count, as `tf.nn.compute_average_loss` does, so that the all-reduced
-sum of gradients is that of the mean. At the logits no gradient is then larger than 2**-24, the
-smallest number float16 has, and on the way back through the layers they are rounded to zero. Adding
-up zeros over 16,384 devices does not help, nor does Adam, which does not mind small gradients.
+sum of gradients is the gradient of the mean. At the logits no gradient is then larger than 2**-24,
+float16's smallest number, and in the layers before they are rounded to zero. Summing zeros over
+16,384 devices does not help, nor does Adam, although it normalizes small gradients.
 
-Here one device does its part on scikit-learn's digits. Multiplying by the number of devices stands
-for the all-reduce: that is what it does if all devices hold the same digits.
+Here one device trains its part on scikit-learn's digits. Multiplying by the number of devices
+replaces the all-reduce: the result is the same if all devices hold the same digits.
 
     python examples/underflow_demo.py [--plot gradients.png] [--dtype bfloat16] [--small]
 """
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # log lines break the progress bar
 
 import keras
 import numpy as np

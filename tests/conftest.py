@@ -17,6 +17,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Nothing is measured, and the user's cache stays as it is. Processes that tests start inherit it.
 os.environ["TFAMP_PROFILE"] = "builtin"
+os.environ["TFAMP_CACHE"] = "off"
 
 import hypothesis
 import keras

@@ -13,32 +13,21 @@ from pathlib import Path
 import pytest
 
 import tfamp
-from helpers.acceptance import TOY_TIMING, Check
+from helpers.acceptance import TOY_TIMING, Check, first_visible_gpu
 from helpers.acceptance_report import report_path
 
 SUITE = Path(__file__).parent / "gpu"
 
 
-# What takes longest is left to the night: a machine measured again and again, the largest models, a
-# second dtype or optimizer, a process that starts no device, which tests/test_architecture.py has
-# too, and faults in every way, which tests/integration has.
-_QUICKER = (
-    "not (doctor or idle or measured_twice or test_training or adam or (compiled and not policy)"
-    " or (test_trained and (transformer or bfloat16)) or (test_layers and (policy or bfloat16))"
-    " or (test_recurrent and GRU) or (several_gpus and (test_fit or test_faults) and not policy)"
-    " or (test_faults.py and (test_loop or test_scaler or off)))"
-)
-
-
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(_QUICKER, marks=pytest.mark.slow, id="some"),
-        pytest.param("", marks=pytest.mark.nightly, id="all"),
+        pytest.param(["--quick"], marks=pytest.mark.slow, id="quick"),
+        pytest.param([], marks=pytest.mark.nightly, id="all"),
     ],
 )
 def test_every_check_runs_on_a_cpu_at_toy_size(chosen, tmp_path):
-    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}", "-k", chosen]
+    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}", *chosen]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(SUITE), *options],
@@ -70,6 +59,12 @@ def test_every_check_runs_on_a_cpu_at_toy_size(chosen, tmp_path):
 def test_a_report_that_cannot_be_written_is_refused(name, tmp_path):
     with pytest.raises(pytest.UsageError, match="--report"):
         report_path(str(tmp_path / name))
+
+
+def test_nvidia_smi_reports_the_gpu_that_tensorflow_calls_the_first():
+    assert first_visible_gpu({}) == "0"
+    assert first_visible_gpu({"CUDA_VISIBLE_DEVICES": "3,1"}) == "3"
+    assert first_visible_gpu({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,1"}) == "GPU-8932f937"
 
 
 def test_figures_beyond_their_limits_are_failures():

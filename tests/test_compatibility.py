@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import tfamp
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 NOXFILE = ROOT / "noxfile.py"
@@ -38,6 +40,12 @@ def test_every_row_is_on_the_page_with_its_versions():
         assert [cell.startswith(want) for cell, want in zip(cells, expected, strict=True)] == [
             True
         ] * 3, f"{line} is not {expected}"
+
+
+def test_the_citation_and_the_changelog_have_the_release():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.search(r"^version: (.+)$", citation, re.M)[1] == tfamp.__version__
+    assert f"## [{tfamp.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_the_tests_of_the_matrix_exist():

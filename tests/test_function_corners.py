@@ -193,3 +193,17 @@ def test_arguments_are_bound_as_by_the_function_also_where_it_is_restored(tmp_pa
     served = tfamp.rewrite(loaded.signatures["serving_default"], dtype="bfloat16")
     (result,) = served(x=X, scale=tf.constant(2.0)).values()
     assert_close(result, 2 * X, "bfloat16", depth=4)
+
+
+def test_sums_of_tensors_of_several_devices_are_float32_as_all_reduces_are():
+    @tfamp.rewrite(dtype="bfloat16", placement="lists")
+    def function(x):
+        parts = []
+        for device in ("CPU:0", "CPU:1"):
+            with tf.device(device):
+                parts.append(tf.matmul(x, x, transpose_b=True))
+        return tf.matmul(tf.add_n(parts), x) + tf.matmul(tf.add_n(parts[:1] * 2), x)
+
+    sums = [node for node in function.plan(X).nodes if node.op == "AddN"]
+    assert [node.dtype for node in sums] == ["float32", "bfloat16"]
+    assert "adds tensors of several devices" in sums[0].reason

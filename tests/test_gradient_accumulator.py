@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.collectives import bytes_sent
+from helpers.graph_asserts import branches
 from helpers.replicas import halves
 from helpers.tolerances import assert_close
 from helpers.training import (
@@ -60,6 +61,8 @@ def test_a_window_is_a_step_with_the_mean_of_its_batches(inner, unscale, traced)
     optimizer, accumulator = make(inner)
     step = make_step(model, optimizer, accumulator, unscale)
     step = tf.function(step) if traced else step
+    # Micro-batches branch once; the one that ends the window does it again in the optimizer's step.
+    assert not traced or branches(step, *batches(1)[0]) == 2
     ended = [bool(step(tf.constant(x), tf.constant(y))) for x, y in batches(2 * WINDOW)]
     assert ended == [False] * 3 + [True] + [False] * 3 + [True]
     assert int(optimizer.iterations) == 2

@@ -133,7 +133,8 @@ def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
         apply(unscale(scaled(0.25, 0.25)[0] if apply_traced else same))
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
     apply(scaled(0.25, 0.25)[0])  # The same trace, this time with scaled gradients.
-    np.testing.assert_array_equal(weight.numpy(), [0.25, 0.25])
+    optimizer.apply_gradients([(scaled(0.125, 0.25)[0], weight)])  # And in eager mode.
+    np.testing.assert_array_equal(weight.numpy(), [0.125, 0.0])
 
 
 def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step():
@@ -194,6 +195,7 @@ def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
     def step(values):
         gradients = [tf.IndexedSlices(values, [0]) if sparse else values]
         unscaled = optimizer.get_unscaled_gradients(gradients)
+        assert isinstance(unscaled[0], tf.IndexedSlices) is sparse
         optimizer.get_unscaled_gradients(gradients if again == "inputs" else unscaled)
 
     with pytest.raises(ValueError, match="unscaled already since the last apply"):

@@ -42,6 +42,8 @@ def test_wrapping_what_is_no_optimizer(inner):
         ({"dynamic_growth_steps": 0}, ValueError, "growth_steps"),
         ({"max_scale": float("inf")}, ValueError, "max_scale"),
         ({"dynamic": "yes"}, TypeError, "dynamic must be True or False"),
+        ({"aggregate_in_float16": 16}, TypeError, "aggregate_in_float16 must be True or False"),
+        ({"master_weights": 16}, TypeError, "master_weights must be True or False; got 16"),
         ({"loss_scale": "dynamic"}, TypeError, "scale must be a number; got 'dynamic'"),
         ({"loss_scale": 8.0, "initial_scale": 4.0}, ValueError, "give either loss_scale or those"),
         ({"loss_scale": tfamp.FixedLossScale(), "dynamic": False}, ValueError, "give either"),
@@ -78,6 +80,19 @@ def test_fixed_scale_skips_or_applies_as_told():
         assert float(optimizer.loss_scale) == 8.0
         assert int(optimizer.skipped_steps) == int(skip)
         assert not bool(optimizer.last_step_finite)
+
+
+def test_settings_of_the_inner_optimizer_are_read_and_set_there():
+    inner = keras.optimizers.AdamW(weight_decay=0.5, use_ema=True)
+    optimizer = tfamp.LossScaleOptimizer(inner)
+    optimizer.build(small_model().trainable_variables)
+    assert len(optimizer.variables) - len(inner.variables) == 9  # No averages of its own.
+    for name, old, new in (("weight_decay", 0.5, 0.0), ("clipnorm", None, 1.0)):
+        with pytest.raises(AttributeError, match=rf"optimizer\.inner_optimizer\.{name} = {new}"):
+            setattr(optimizer, name, new)
+        assert getattr(optimizer, name) == old
+        setattr(inner, name, new)
+        assert getattr(optimizer, name) == new
 
 
 # ---- Applying --------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.training import assert_identical, data, small_model, snapshot
+from helpers.graph_asserts import branches
+from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
 WAYS = {
     "graph": {"jit_compile": False},
@@ -50,6 +51,15 @@ def test_fit_equals_the_inner_optimizer_and_on_bad_data_changes_only_the_scale(w
         counts = optimizer.skipped_steps, optimizer.consecutive_skipped_steps
         assert [int(each) for each in counts] == [skipped] * 2
         assert float(optimizer.loss_scale) == 2.0 ** (12 - skipped)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"grad_clip": 1.0}, {"loss_scale": 1.0}], ids=str)
+def test_a_step_branches_once(arguments):
+    model = small_model()
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(), **arguments), "mse")
+    loop = train_step(model, model.optimizer, unscale=True)
+    for step in (loop, lambda x, y: model.train_step((x, y))):
+        assert branches(step, *data(1)) == 1
 
 
 def test_reading_the_state_inside_the_step_needs_no_host():

@@ -29,7 +29,9 @@ FIXED = tfamp.FixedLossScale(512.0, skip_nonfinite=False)
 
 
 def make_optimizer(rule=RULE):
-    return tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), loss_scale=rule, name="wrapped")
+    return tfamp.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), loss_scale=rule, aggregate_in_float16=True, name="wrapped"
+    )
 
 
 def steps(count, seed):

@@ -46,7 +46,7 @@ def _symbol(monkeypatch):
 
 
 def put_on_top():
-    """What another library does: patches, and restores without a look."""
+    """Patches as another library does, which restores without a check."""
     below = Thing.compute
 
     @functools.wraps(below)

@@ -14,6 +14,7 @@ from helpers import saved_models
 from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
+from tfamp.interop import tf_private
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
 
@@ -260,6 +261,14 @@ def graph_of(model):
     return model / "saved_model.pb"
 
 
+def drop_values(model):
+    message = tf_private.saved_model_message()
+    message.ParseFromString(graph_of(model).read_bytes())
+    for node in message.meta_graphs[0].graph_def.node:
+        node.attr.pop("value", None)
+    graph_of(model).write_bytes(message.SerializeToString())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -268,6 +277,7 @@ def graph_of(model):
             "saved_model.pb is broken and cannot be read: .* Save the model again",
         ),
         (lambda model: graph_of(model).write_bytes(b""), "is broken: it holds no graph"),
+        (drop_values, "is broken: its constant '.*' has no value. Save the model again"),
         (lambda model: graph_of(model).unlink(), "is not a SavedModel: it has no saved_model.pb"),
         (lambda model: shutil.rmtree(model / "variables"), "The variables of .* cannot be read"),
         (shutil.rmtree, "There is no directory"),

@@ -1,6 +1,6 @@
-"""The command `tfamp`: parses arguments, prints what the library says, returns an exit code.
+"""The command `tfamp`: parses arguments, prints results of the library, returns an exit code.
 
-Exit codes: 0 done, 1 cannot be done (the message says why), 2 wrong usage.
+Exit codes: 0 success, 1 failure (the message has the reason), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: Arguments without the program's name; by default those of the process.
+        argv: Arguments without the program's name; by default the process's.
 
     Returns:
-        The exit code: 0 done, 1 cannot be done, 2 wrong usage.
+        The exit code: 0 success, 1 failure, 2 wrong usage.
 
     Example:
         >>> main(["--version"])
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed the help or what is wrong
+    except SystemExit as stop:  # argparse has printed help or an error
         return stop.code if isinstance(stop.code, int) else 2
-    # TensorFlow reads it when it is imported; its start-up notes would bury the answer.
+    # Read by TensorFlow when it is imported; its start-up log would bury the answer.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         with _quiet_process():
@@ -66,11 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="report what this machine computes fast, what 'auto' picks, what a model converts",
-        description="Reports which low-precision dtypes this machine multiplies natively, which "
-        "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
-        "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
-        "otherwise. Of a model it reports how much converts, what stays float32 and why, and how "
-        "to measure what that gains. A .keras file is loaded in Keras's safe mode.",
+        description=_doctor.__doc__,
     )
     doctor.set_defaults(run=_doctor)
     text = "directory of a SavedModel, or a .keras file"
@@ -79,8 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     rewrite = commands.add_parser(
         "rewrite",
         help="write a SavedModel that computes in low precision where it is safe",
-        description="Writes the SavedModel DST, which is used as SRC is and computes in low "
-        "precision where that is safe. SRC is not changed; DST appears when it is complete.",
+        description=_rewrite.__doc__,
     )
     rewrite.set_defaults(run=_rewrite)
     add = rewrite.add_argument
@@ -88,23 +83,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("dst", metavar="DST", help="directory to write; a new one but for --overwrite")
     text = "kind of device the model will run on; auto, the default: this machine's"
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
-    text = (
-        "what decides where Casts go: lists, the default, min_cut for what is worth it on a "
-        "device of this kind, by tfamp's built-in table, or fused, which needs --freeze"
-    )
+    text = "lists, the default; min_cut, by estimated times too; or fused, which needs --freeze"
     add("--placement", choices=("lists", "min_cut", "fused"), default="lists", help=text)
-    text = "nodes with a name in which REGEX is found stay float32; may be repeated"
+    text = "nodes whose name matches REGEX anywhere stay float32; may be repeated"
     add("--keep-float32", metavar="REGEX", action="append", default=[], help=text)
-    text = "inputs by name, on which ranges are measured: what gets too large stays float32"
+    text = "inputs by name, to measure ranges with: nodes with too large values stay float32"
     add("--calibrate", metavar="FILE.npz", help=text)
-    text = "make constants of the variables, stored in the low dtype: about half the bytes"
+    text = "replace variables by constants, stored in the low dtype: about half the bytes"
     add("--freeze", action="store_true", help=text)
     text = f"write every decision with its reason to FILE ({', '.join(_REPORTS)})"
     add("--report", metavar="FILE", type=_report_path, help=text)
     add("--overwrite", action="store_true", help="replace a SavedModel in DST")
-    text = (
-        "low dtype to compute in; auto, the default: the one that this machine multiplies natively"
-    )
+    text = "low dtype to compute in; auto, the default: what this machine multiplies natively"
     for each in (doctor, rewrite):
         each.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
     return parser
@@ -122,6 +112,13 @@ def _report_path(text: str) -> Path:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    """Reports which low-precision dtypes this machine multiplies natively, and how fast it is.
+
+    Also which policy 'auto' therefore picks, and which versions are installed. Times are measured
+    in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says otherwise. Of a
+    model it reports how much converts, what stays float32 and why, and how to measure what that
+    gains. A .keras file is loaded in Keras's safe mode.
+    """
     from tfamp.diagnostics import device_report, model_report
 
     # The model first: its error comes before a measurement.
@@ -137,6 +134,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
+    """Writes the SavedModel DST, which is used as SRC is, and computes in low precision if safe.
+
+    SRC is not changed; DST appears when it is complete.
+    """
     from tfamp.rewriting.saved_model import directory_bytes, rewrite_saved_model
 
     plan = rewrite_saved_model(
@@ -150,11 +151,9 @@ def _rewrite(args: argparse.Namespace) -> int:
         device=args.device,
         overwrite=args.overwrite,
     )
-    before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
+    old, new = (directory_bytes(Path(each)) for each in (args.src, args.dst))
     totals = plan.summary
-    print(
-        f"wrote   {args.dst}, {after / 1e6:.4g} MB: {after / before:.0%} of {before / 1e6:.4g} MB"
-    )
+    print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
     print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
     print(
         f"casts   {totals.casts}, {totals.cast_bytes / 1e6:.4g} MB and "
@@ -171,7 +170,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 def _quiet_process() -> Iterator[None]:
     """Lets a command run in a process that prints tfamp's warnings only.
 
-    A termination is taken like Ctrl-C, so that what was begun is removed. All is undone at the end.
+    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone at the end.
     """
     _import_quietly()
     logger = logging.getLogger("tensorflow")
@@ -191,10 +190,10 @@ def _quiet_process() -> Iterator[None]:
 
 
 def _import_quietly() -> None:
-    """Imports TensorFlow and finds its devices without the notes it writes before it can be told.
+    """Imports TensorFlow and finds its devices without the log lines that no setting suppresses.
 
-    They go to the process's standard error, past Python. If the import fails they are shown. GPUs
-    allocate memory as it is needed.
+    TensorFlow writes these to file descriptor 2. If the import fails they are shown. GPUs allocate
+    memory as needed.
     """
     if "tensorflow" in sys.modules:
         return

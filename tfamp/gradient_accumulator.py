@@ -159,9 +159,9 @@ class GradientAccumulator(tf.Module):
     def _add(self, grads: list[Any], variables: list[Any]) -> None:
         # The sums are of unscaled gradients: whoever ends the window, in this graph or another,
         # cannot know what was unscaled in each of its micro-batches.
-        unscaled_before = self._optimizer.unscaled_gradients
-        gradients = unscaled_before.take(grads, variables).unscaled()
-        unscaled_before.drop_pending()
+        record = self._optimizer.gradient_record
+        gradients = record.take(grads, variables).unscaled()
+        record.unscaled.clear()
         for i, (gradient, total) in enumerate(zip(gradients.values, self._sums, strict=True)):
             if gradient is None:
                 continue

@@ -1,4 +1,4 @@
-"""The names of `tf.keras.mixed_precision`, so that code written for it runs on Keras 3.
+"""The names of `tf.keras.mixed_precision`, for code written for it to run on Keras 3.
 
     from tfamp import mixed_precision      # was: from tensorflow.keras import mixed_precision
 

@@ -25,10 +25,10 @@ from tfamp.training.gradients import Gradients, check_in_replica, outside_the_gr
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
-# What Keras before 3.12 wrote of every optimizer, of its own LossScaleOptimizer too, where it does
-# nothing: the inner optimizer's settings hold.
+# Settings of every Keras optimizer, which a wrapper leaves to the inner one. Keras before 3.12
+# saved them in the configuration of its LossScaleOptimizer, too.
 _OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
-_WITHOUT_EFFECT = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
+_INNER_SETTINGS = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -42,44 +42,44 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     leaves [`min_scale`, `max_scale`].
 
     `model.fit` needs nothing else. In a custom loop scale the loss with `get_scaled_loss`, take
-    the gradients, and either hand them to `apply_gradients` as they are or unscale them first
+    the gradients, and either pass them to `apply_gradients` as they are or unscale them first
     with `get_unscaled_gradients`, for example to clip them.
 
-    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; the methods are those of
-    `tf.keras.mixed_precision.LossScaleOptimizer`. A `keras.optimizers.LossScaleOptimizer`, so
-    `compile` does not wrap it again.
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, with the methods of
+    `tf.keras.mixed_precision.LossScaleOptimizer`. It is a subclass of
+    `keras.optimizers.LossScaleOptimizer`, so `compile` does not wrap it again.
 
     Args:
         inner_optimizer: The `keras.optimizers.Optimizer` to wrap. It is not modified.
         loss_scale: A `FixedLossScale` or `DynamicLossScale`; a number means a fixed scale. None
             builds a `DynamicLossScale` from the arguments below.
         dynamic: False keeps the scale at `initial_scale`; steps that overflow are still skipped.
-        initial_scale: Scale of the first step; None, Keras 2's default, is ours.
-        dynamic_growth_steps: Finite steps in a row before the scale grows; None is the default.
-        growth_factor: Factor it grows by, greater than 1.
-        backoff_factor: Factor it backs off by after an overflow, between 0 and 1.
-        hysteresis: The scale backs off from this overflow in a row on.
+        initial_scale: Scale of the first step; None, as in Keras 2, means the default.
+        dynamic_growth_steps: Finite steps in a row before the scale grows; None: the default.
+        growth_factor: Growth factor of the scale, greater than 1.
+        backoff_factor: Factor of the scale after an overflow, between 0 and 1.
+        hysteresis: Number of overflows in a row from which on the scale backs off.
         min_scale: Smallest scale.
         max_scale: Largest scale.
         aggregate_in_float16: Sums the gradients of several replicas as float16 at the current
             scale, which sends half the bytes; unscales the sum in float32, then checks it.
         master_weights: Updates float16 and bfloat16 variables through float32 copies, kept and
             saved with the optimizer.
-        weight_rounding: What is done, instead of master weights, about updates of float16 and
-            bfloat16 variables that rounding would lose. "stochastic" rounds to one of the two
-            neighbours at random, unbiased. "split", for bfloat16, keeps 16 bits beside a weight
-            that make the float32 master of the two: training is that of `master_weights`, bit for
-            bit, in 4 bytes a weight instead of 6. float32 variables are updated as ever. It goes
-            with SGD, Adam, AdamW, Lion and Adafactor as Keras has them.
-        slots: With `weight_rounding` the dtype of what the inner optimizer keeps of the low
-            variables: "bfloat16", "float16" or "float32"; low ones are rounded stochastically.
-            None is "float32" for "split", else "bfloat16".
+        weight_rounding: Alternative to master weights for float16 and bfloat16 variables, whose
+            small updates rounding to nearest would lose. "stochastic" rounds to one of the two
+            neighbours at random, unbiased. "split", for bfloat16, stores the lower 16 bits of a
+            float32 master next to the weight, its upper 16 bits: training equals `master_weights`
+            bit for bit, in 4 bytes a weight instead of 6. float32 variables are updated as usual.
+            Supported by Keras's SGD, Adam, AdamW, Lion and Adafactor.
+        slots: With `weight_rounding`, the dtype of the inner optimizer's slots for low-precision
+            variables: "bfloat16", "float16" or "float32"; the first two are rounded
+            stochastically. None is "float32" for "split", else "bfloat16".
         grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips the
             unscaled gradients, summed over the replicas, all together.
         name: Name of the optimizer.
 
     Raises:
-        TypeError: `inner_optimizer` is no Keras optimizer, or an argument has the wrong type.
+        TypeError: `inner_optimizer` is not a Keras optimizer, or an argument has the wrong type.
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
@@ -96,9 +96,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         0.5
     """
 
-    # Called with what `apply` is about to apply: gradients, variables, what the gradients are still
-    # to be divided by (None: nothing) and whether all are finite. A NumericsMonitor puts itself
-    # here while it watches; a function that was traced before does not know of it.
+    # Called by `apply` with gradients, variables, the remaining divisor of the gradients (None:
+    # unscaled) and whether all are finite. A NumericsMonitor sets it while it records; functions
+    # traced before do not call it.
     gradient_observer: Callable[[list[Any], list[Any], Any, Any], None] | None = None
 
     def __init__(
@@ -126,7 +126,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         how = options.resolve_weight_rounding(weight_rounding, slots, master_weights)
         _check_features(inner_optimizer, clip, aggregate_in_float16, master_weights, how)
         built = DynamicLossScale(
-            # Keras 2's class has None for both, and programs hand it on.
+            # Keras 2's class has None for both, and programs pass it on.
             initial_scale=_or_default(initial_scale, DynamicLossScale.initial_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -136,7 +136,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             max_scale=max_scale,
         )
         rule = options.resolve_loss_scale(loss_scale, dynamic, built)
-        # Not Keras's LossScaleOptimizer.__init__: it would clear the inner optimizer's settings.
+        # Not Keras's LossScaleOptimizer.__init__, which clears the inner loss_scale_factor.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.rule = rule
@@ -145,41 +145,42 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.master_weights = master_weights
         self.weight_rounding, self.slots = weight_rounding, slots
         self._create_variables()
-        # Used by `prepare` too, and `unscaled_gradients` by GradientAccumulator.
+        # Used by `prepare` too, and `gradient_record` by GradientAccumulator.
         self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
             scaling.watch(self)
 
     def _create_variables(self) -> None:
-        """Creates what changes from step to step; checkpoints know it by the attributes' names."""
-        # Created here, not in build: a scale that is read while a function is traced before the
-        # first apply would otherwise be baked into its graph as a constant.
+        """Creates the state variables; checkpoints find them by the names of the attributes."""
+        # Not in build: a function traced before the first apply would hold the scale as a constant.
         self._scale_was_used = False
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", self.initial_scale)
         self.step_counter = self._scalar("step_counter", "int", 0)
         self._skipped = self._scalar("skipped_steps", "int", 0)
         self._consecutive = self._scalar("consecutive_skipped_steps", "int", 0)
         self._last_finite = self._scalar("last_step_finite", "bool", True)
-        # What get_unscaled_gradients leaves for an apply in another function.
+        # State of get_unscaled_gradients for an apply in another function.
         self._unscaled_pending = self._scalar("unscaled_pending", "bool", False)
         self._unscaled_finite = self._scalar("unscaled_finite", "bool", True)
         clips = self.grad_clip is not None
         self._norm = self._scalar("last_gradient_norm", "float32", 0.0) if clips else None
-        self.unscaled_gradients = scaling.UnscaledGradients(
-            self.dynamic_scale, self._unscaled_pending, self._unscaled_finite
+        self.gradient_record = scaling.GradientRecord(
+            self.dynamic_scale,
+            unscaled=scaling.Mark(self._unscaled_pending, True),
+            nonfinite=scaling.Mark(self._unscaled_finite, False),
         )
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
             return (MasterWeights if self.master_weights else PlainWeights)(self.inner_optimizer)
-        # As Keras makes seeds: of what `keras.utils.set_random_seed` has set. A checkpoint holds
-        # it, as what comes after depends on it.
+        # Python's generator, which `keras.utils.set_random_seed` seeds, as Keras draws its seeds.
+        # In checkpoints, so that a resumed run rounds alike.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
         return RoundedWeights(self.inner_optimizer, *how, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
         start = keras.initializers.Constant(value)
-        # Every replica computes the same value: each updates its own copy, nothing is sent.
+        # Every replica assigns the same value to its own copy: nothing is all-reduced.
         return self.add_variable((), initializer=start, dtype=dtype, aggregation="none", name=name)
 
     # ---- Building --------------------------------------------------------------------------------
@@ -188,11 +189,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the inner optimizer's variables.
 
         Args:
-            var_list: The trainable variables. With an empty list nothing happens: the first apply
-                builds the optimizer then.
+            var_list: The trainable variables. An empty list does nothing: the first apply builds
+                the optimizer then.
         """
         # Keras builds with an empty list when it loads a compiled model from an .h5 file. Built
-        # for no variables, the optimizer would refuse the model's ever after.
+        # for no variables, the optimizer would refuse the model's.
         if not var_list:
             return
         created = self.stored_weights.create(var_list)
@@ -202,22 +203,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
             self.stored_weights.build(var_list)
-        # Past Keras's LossScaleOptimizer.build, which would make more state variables.
-        keras.optimizers.Optimizer.build(self, list(var_list))
+        # Not Keras's build, which would create state by the settings of the inner optimizer.
+        for index, variable in enumerate(var_list):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        # Not Keras's __setattr__, which would track the list as state.
+        object.__setattr__(self, "_trainable_variables", list(var_list))
+        self.built = True
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """Takes variables out of the inner optimizer's weight decay; call it before it is built.
+        """Excludes variables from the inner optimizer's weight decay; call it before it is built.
 
         Args:
-            var_list: The variables to take out.
-            var_names: Parts of names; variables whose name contains one are taken out.
+            var_list: The variables to exclude.
+            var_names: Parts of names; variables whose name contains one are excluded.
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Puts the inner optimizer's moving averages into the weights, as `fit` does at its end.
+        """Assigns the inner optimizer's moving averages to the weights, as `fit` does at its end.
 
         Args:
             var_list: The trainable variables.
@@ -231,7 +236,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Multiplies the loss by the current scale.
 
         Args:
-            loss: Float tensor of any shape, or a function without arguments that returns one.
+            loss: Float tensor of any shape, or a function without arguments that returns it.
 
         Returns:
             The scaled loss, float32 (float64 for a float64 loss), or a function returning it.
@@ -252,7 +257,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @as_written
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the current scale; what `model.fit` calls.
+        """Multiplies the loss by the current scale; `model.fit` calls it.
 
         Args:
             loss: Float tensor of any shape.
@@ -261,21 +266,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The scaled loss, float32 (float64 for a float64 loss).
 
         Raises:
-            TypeError: `loss` is no float tensor.
+            TypeError: `loss` is not a float tensor.
         """
         scaled = scaling.scaled_loss(loss, self.get_scale())
-        # What was unscaled elsewhere and never applied (to look at it, or because something failed
-        # in between) says nothing of the gradients of this loss.
-        self.unscaled_gradients.drop_pending()
+        # Gradients that were unscaled elsewhere and never applied, to inspect them or because of an
+        # error, are not the gradients of this loss.
+        self.gradient_record.forget_elsewhere()
         return scaled
 
     @as_written
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients of a scaled loss by the current scale.
 
-        The gradients are checked here and the result is remembered until the next apply, so
-        nothing done to them in between (clipping by value, say) can hide an overflow. May be
-        called several times before one apply, for gradients of several backward passes.
+        The gradients are checked here and the result is stored until the next apply, so that
+        changing them in between, by clipping for example, cannot hide an overflow. May be called
+        several times before one apply, for the gradients of several backward passes.
 
         Args:
             grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
@@ -284,7 +289,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The unscaled gradients, in the same order.
 
         Raises:
-            TypeError: `grads` is no list or tuple of gradients.
+            TypeError: `grads` is not a list or tuple of gradients.
             ValueError: One of them has been unscaled already.
 
         Example:
@@ -294,7 +299,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [3.0]
         """
         grads = gradient_lib.listed(grads, "get_unscaled_gradients")
-        return self.unscaled_gradients.unscale(self, grads)
+        return self.gradient_record.unscale(self, grads)
 
     # ---- Applying --------------------------------------------------------------------------------
 
@@ -320,7 +325,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "minimize needs the tape that recorded the loss, or the loss as a function without "
                 "arguments; got a loss tensor and tape=None."
             )
-        # A tape that was left can be entered again; the multiplication has to be on it.
+        # The tape is entered again to record the multiplication.
         with tape or tf.GradientTape() as recording:
             scaled = self.scale_loss(loss() if is_function else loss)
         gradients = recording.gradient(scaled, variables)
@@ -341,9 +346,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `iterations`, as Keras's optimizers do.
 
         Raises:
-            ValueError: There is no pair, or no gradient, or a shape does not fit its variable, or
-                the optimizer was built for other variables.
-            TypeError: An element is no pair of a float gradient and a variable.
+            ValueError: All gradients are missing, or a shape does not match its variable, or the
+                optimizer was built for other variables.
+            TypeError: An element is not a pair of a float gradient and a variable.
         """
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
         self.apply(grads, variables, unscaled=unscaled)
@@ -379,23 +384,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._warn_if_no_loss_was_scaled(unscaled)
         if self.rule == FixedLossScale(1.0):
             unscaled = True
-        before, weights = self.unscaled_gradients, self.stored_weights
-        gradients = before.take(grads, weights.targets(variables), unscaled)
-        divisor = gradients.divisor
-        float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
-        gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            gradients, before.all_finite, self.grad_clip, float16_at
-        )
-        if self.gradient_observer is not None:
-            self.gradient_observer(grads, variables, divisor, finite)
-        if self._norm is not None:
-            self._norm.assign(norm)
+        gradients, finite = self._checked(grads, variables, unscaled)
         skips = self.rule.skip_nonfinite
-        apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
+        weights, record = self.stored_weights, self._record_step
+        apply_if_finite(weights, gradients, finite, skips=skips, record=record)
         scaling.note_eager_step(self)
 
+    def _checked(
+        self, grads: list[Any], variables: list[Any], unscaled: bool | None
+    ) -> tuple[Gradients, Any]:
+        """Sums, checks and clips gradients; returns them and whether all are finite."""
+        record, targets = self.gradient_record, self.stored_weights.targets(variables)
+        scaled = record.take(grads, targets, unscaled)
+        float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
+        gradients, finite, norm = gradient_lib.summed_checked_clipped(
+            scaled, record.all_finite, self.grad_clip, float16_at
+        )
+        if self.gradient_observer is not None:
+            self.gradient_observer(grads, variables, scaled.divisor, finite)
+        if self._norm is not None:
+            self._norm.assign(norm)
+        return gradients, finite
+
     def _check_known(self, variables: list[Any]) -> None:
-        # Keras checks it too, but some releases fail there while they put the message together.
+        # Some releases of Keras fail while they format this message.
         for variable in variables:
             if self._var_key(variable) not in self._trainable_variables_indices:
                 raise ValueError(
@@ -405,7 +417,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 )
 
     def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
-        known = unscaled is not None or self.unscaled_gradients.known_here()
+        known = unscaled is not None or self.gradient_record.last_call == "unscale"
         divides = self.dynamic or self.initial_scale != 1.0
         if divides and not known and not self._scale_was_used:
             warnings.warn(
@@ -418,13 +430,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._scale_was_used |= not unscaled  # Warn once.
 
     def _record_step(self, finite: Any) -> None:
-        """Moves the state on by one step, whose gradients were all finite or not."""
+        """Updates the loss scale and its counters after a step with finite gradients or not."""
         state = LossScaleState(
             self.dynamic_scale, self.step_counter, self._skipped, self._consecutive
         )
         scaling.advance(state, self.rule, finite)
         self._last_finite.assign(finite)
-        self.unscaled_gradients.start_next()
+        self.gradient_record.unscaled.clear()
+        self.gradient_record.nonfinite.clear()
 
     def stateless_apply(
         self,
@@ -432,7 +445,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Returns what `apply` would assign, without assigning it; for Keras's JAX backend.
+        """Returns the values that `apply` would assign; for Keras's JAX backend.
 
         Args:
             optimizer_variables: Values of `variables`, in that order.
@@ -468,16 +481,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         return new_trainable, own_values + list(new_inner)
 
-    # ---- What a program can read -----------------------------------------------------------------
+    # ---- State -----------------------------------------------------------------------------------
 
     def get_scale(self) -> Any:
-        """The current loss scale, a scalar float32 tensor, to scale a loss with."""
+        """Returns the current loss scale to scale a loss with, a scalar float32 tensor."""
         self._scale_was_used = True
         return as_tensor(self.dynamic_scale)
 
     @property
     def loss_scale(self) -> Any:
-        """The current loss scale, a scalar float32 tensor, to look at."""
+        """The current loss scale, a scalar float32 tensor."""
         return as_tensor(self.dynamic_scale)
 
     @property
@@ -505,7 +518,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The optimizers of an inner `MultiOptimizer`, whose learning rates Keras's callbacks set.
 
         Raises:
-            AttributeError: The inner optimizer is a single one, as these callbacks find out so.
+            AttributeError: The inner optimizer is a single one; these callbacks test for it.
         """
         found: list[keras.optimizers.Optimizer] = self.inner_optimizer.optimizers
         return found
@@ -514,7 +527,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def iterations(self) -> Any:
         """Steps applied so far, the inner optimizer's variable; on several replicas a tensor."""
         count = self.inner_optimizer.iterations
-        # A variable with a value per replica cannot be made a number.
+        # A variable with a value per replica does not convert to a number.
         distributed = isinstance(native(count), tf.distribute.DistributedValues)
         return as_tensor(count) if distributed else count
 
@@ -535,16 +548,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def last_gradient_norm(self) -> Any:
-        """Norm of the last step's gradients before clipping, of the type of `grad_clip`.
+        """Norm of the last step's unscaled gradients before clipping, of `grad_clip`'s type.
 
-        A scalar float32 tensor: unscaled, of the sum over the replicas, and not finite where the
-        step was skipped. None without `grad_clip`.
+        A scalar float32 tensor: the norm of the sum over the replicas, not finite if the step was
+        skipped. None without `grad_clip`.
         """
         return None if self._norm is None else as_tensor(self._norm)
 
     @property
     def master_variables(self) -> list[keras.Variable]:
-        """The float32 copies, in the order of the variables they belong to; empty without any."""
+        """The float32 master weights, in the order of their variables; empty without any."""
         stored = self.stored_weights
         return stored.masters if isinstance(stored, MasterWeights) else []
 
@@ -571,16 +584,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Makes an optimizer from `get_config`'s result, which is not modified.
 
         Args:
-            config: The configuration; that of a `keras.optimizers.LossScaleOptimizer` will do, of
-                any release of Keras 3. The inner optimizer may be a name, such as "adam", as
-                `keras.optimizers.get` takes it.
+            config: The configuration, or one of a `keras.optimizers.LossScaleOptimizer` of any
+                release of Keras 3. The inner optimizer may be a name that
+                `keras.optimizers.get` takes, such as "adam".
             custom_objects: Names of user-defined classes of the inner optimizer.
 
         Returns:
             The optimizer, without its state.
 
         Raises:
-            TypeError: There is no inner optimizer in it.
+            TypeError: It has no inner optimizer.
 
         Example:
             >>> import keras, tfamp
@@ -589,7 +602,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = {name: v for name, v in config.items() if name not in _WITHOUT_EFFECT}
+        arguments = {name: v for name, v in config.items() if name not in _INNER_SETTINGS}
         inner = arguments.pop("inner_optimizer", None)
         if isinstance(inner, Mapping) and "module" in inner:
             inner = keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects)
@@ -599,8 +612,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(keras.optimizers.get(inner), **arguments)
 
 
+def _inner_setting(name: str) -> property:
+    """Returns a property that reads a setting of the inner optimizer and cannot be set."""
+
+    def refuse(self: LossScaleOptimizer, value: Any) -> None:
+        if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
+            raise AttributeError(
+                f"{name} is a setting of the optimizer inside {self.name}; got {value!r}. Set it "
+                f"there: optimizer.inner_optimizer.{name} = {value!r}"
+            )
+
+    doc = f"The inner optimizer's `{name}`; set it there."
+    return property(lambda self: getattr(self.inner_optimizer, name), refuse, doc=doc)
+
+
+for _name in _INNER_SETTINGS - {"learning_rate"}:
+    setattr(LossScaleOptimizer, _name, _inner_setting(_name))
+
+
 def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
-    """Takes over what another one has counted and, where the rule is the same, its scale."""
+    """Copies the counters of another optimizer and, if the rule is the same, its scale."""
     optimizer._skipped.assign(other._skipped)
     optimizer._consecutive.assign(other._consecutive)
     if other.rule == optimizer.rule:
@@ -615,7 +646,7 @@ def _or_default(given: Any, default: Any) -> Any:
 def _check_features(
     inner: Any, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
 ) -> None:
-    """Raises if the inner optimizer or Keras's backend does not support the features."""
+    """Raises if the inner optimizer or Keras's backend does not support a feature."""
     of_sums = options.checked_flag("aggregate_in_float16", in_float16) or clip is not None
     of_weights = options.checked_flag("master_weights", masters) or rounding is not None
     if of_sums or of_weights:

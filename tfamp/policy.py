@@ -1,7 +1,6 @@
-"""The precision policy as a value: which dtype computes, which one variables have. Framework-free.
+"""The precision policy as a value: compute, variable and output dtypes. Framework-free.
 
-`layers.policy_state` puts a policy in force; this file only says what one is, and `low_dtype` which
-low dtype an argument asks for.
+`layers.policy_state` puts a policy in force; `low_dtype` resolves a `dtype` argument.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tfamp.core.options import checked_flag, nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
 _DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)
-# What data is made fit for a model with: cheap, and of raw values that low dtypes cannot hold.
+# Preprocessing layers are cheap and take raw values that low dtypes cannot hold.
 _PREPROCESSING = ".layers.preprocessing."
 
 POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
@@ -23,20 +22,19 @@ POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype layers compute in, which one their variables have, and what stays float32.
+    """The dtypes that layers compute in and store variables in, and the layers that stay float32.
 
-    A policy is a value: it cannot be changed, can be hashed, and equals any other with the same
-    contents. Put it in force with `tfamp.set_global_policy` or `tfamp.policy_scope`.
+    A policy is an immutable, hashable value, equal to any other with the same contents. Put it in
+    force with `tfamp.set_global_policy` or `tfamp.policy_scope`.
 
     Args:
         name: "mixed_float16" or "mixed_bfloat16": layers compute in the low dtype, variables are
             float32. "float16", "bfloat16", "float32" or "float64": everything in that dtype.
-            "auto": looks at this machine once, now, and becomes "mixed_bfloat16",
-            "mixed_float16" or "float32"; `tfamp doctor` tells which and why.
+            "auto": resolved at once for this machine to "mixed_bfloat16", "mixed_float16" or
+            "float32"; `tfamp doctor` explains the choice.
         float32_layers: Layer classes, or names of layer classes, that stay float32 under a mixed
-            policy, subclasses and sublayers included. They are kept in addition to
-            BatchNormalization and to the layers that prepare data, such as Normalization; the
-            empty tuple keeps none, not even these.
+            policy, subclasses and sublayers included, in addition to BatchNormalization and
+            preprocessing layers such as Normalization. The empty tuple keeps none, not even these.
         float32_outputs: Whether models return float32 under a mixed policy.
 
     Attributes:
@@ -61,7 +59,7 @@ class Policy:
     float32_outputs: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        # The dataclass is frozen for its users; this is where its values are made.
+        # Fields are normalized here; the dataclass is frozen for its users.
         object.__setattr__(self, "name", _resolved_name(self.name))
         object.__setattr__(self, "float32_layers", _normalised_layers(self.float32_layers))
         checked_flag("float32_outputs", self.float32_outputs)
@@ -91,7 +89,7 @@ class Policy:
 
         Args:
             layer_class: A layer class; it is kept if it or any of its base classes is in
-                `float32_layers`, by identity or by name, or is one of Keras's that prepare data.
+                `float32_layers`, by identity or by name, or is one of Keras's preprocessing layers.
 
         Returns:
             True under a mixed policy that keeps the class, else False.
@@ -111,7 +109,7 @@ class Policy:
 
 
 def prepares_data(layer_class: type) -> bool:
-    """Whether layers of a class make raw data fit for a model: Keras's own, and what derives."""
+    """Whether a class is one of Keras's preprocessing layers, or derives from one."""
     return any(
         base.__module__.startswith("keras") and _PREPROCESSING in f"{base.__module__}."
         for base in layer_class.__mro__
@@ -119,9 +117,9 @@ def prepares_data(layer_class: type) -> bool:
 
 
 def low_dtype(dtype: Any) -> str | None:
-    """The low dtype that an argument asks for, as `core.dtypes.given_low_dtype` reads it.
+    """Returns the low dtype that an argument means, as `core.dtypes.given_low_dtype` reads it.
 
-    For None and "auto" the one that the policy "auto" computes in; None where that is float32.
+    None and "auto" mean the compute dtype of the policy "auto". Returns None for float32.
     """
     automatic = dtypes.given_low_dtype(dtype) or Policy("auto").compute_dtype
     return automatic if automatic in dtypes.LOW_PRECISION else None

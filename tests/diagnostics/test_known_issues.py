@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 
 import pytest
-import tensorflow as tf
 
 from tfamp.diagnostics import device_report
 from tfamp.diagnostics.doctor import (
@@ -35,6 +34,7 @@ CASES = {
     "no-machine-code": gpu("NVIDIA GeForce RTX 5090", 12, 0),
     "float16-sums": gpu("Tesla T4", 7, 5),
     "tensor-float-32": dataclasses.replace(gpu("A100", 8, 0), tensor_float_32=True),
+    "batch-norm-transposes": dataclasses.replace(gpu("A100", 8, 0), nhwc_batch_norm=False),
     "onednn-off": dataclasses.replace(SOUND, onednn=False),
 }
 
@@ -84,8 +84,11 @@ def test_the_process_is_read_and_the_report_shows_its_issues(monkeypatch):
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
     assert read_environment(CPU).onednn
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    monkeypatch.delenv("TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT", raising=False)
     found = read_environment(CPU)
-    assert (found.tensorflow, found.onednn) == (tf.__version__, False)
+    assert (found.nhwc_batch_norm, found.onednn) == (False, False)
+    monkeypatch.setenv("TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT", "1")
+    assert read_environment(CPU).nhwc_batch_norm
     monkeypatch.setattr(hardware, "detect", lambda: CPU)
     report = device_report()
     assert "onednn-off" in {issue.name for issue in report.known_issues}

@@ -224,6 +224,13 @@ def test_the_cell_of_an_rnn():
     assert report.layer.endswith("cell")
 
 
+def test_a_layer_by_itself_and_a_dtype_that_is_not_a_name():
+    layer, x = layers.Dense(3, kernel_initializer="ones"), np.full((2, 4), 4e4, np.float32)
+    assert find_nonfinite(layer, x) is None
+    report = find_nonfinite(layer, x, x[:, :3], loss="mse", dtype=tf.float16)
+    assert (report.stage, report.layer, report.op) == ("forward", layer.path, "MatMul")
+
+
 def test_a_function_compiled_by_xla():
     function = tf.function(lambda x: tf.exp(tf.cast(x, tf.float16)), jit_compile=True)
     assert find_nonfinite(lambda x: function(x) + 1, tf.constant([12.0])).op == "Exp"

@@ -82,20 +82,3 @@ def test_a_model_counts_its_forward_pass_and_with_labels_its_train_step_and_noth
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     assert int(model.optimizer.iterations.numpy()) == 0
-
-
-def test_a_step_with_tape_and_optimizer_counts():
-    model, optimizer = mlp(), keras.optimizers.SGD(momentum=0.9)
-
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    counts = op_counts(step, X, Y)
-    assert counts["MatMul"] == {"float32": 5}
-    assert counts["BiasAddGrad"] == {"float32": 2}
-    converted = op_counts(tfamp.rewrite(step, dtype="bfloat16", placement="lists"), X, Y)
-    assert converted["MatMul"] == {"bfloat16": 5}

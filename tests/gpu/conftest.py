@@ -1,24 +1,30 @@
-"""The acceptance suite: what only a GPU can show, with a report. docs/gpu.md explains it.
+"""The acceptance suite: checks that need a GPU, with a report. See docs/gpu.md.
 
     python -m pytest -m gpu tests/gpu --report gpu.json
 
-With --on-cpu the same checks run on the CPU at toy size.
+--quick leaves out the checks that are marked `long`. With --on-cpu all run on the CPU at toy size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from pathlib import Path
+
+# Before CUDA starts, so that TensorFlow numbers GPUs as nvidia-smi does.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import pytest
 import tensorflow as tf
 
 from helpers import acceptance, acceptance_report
 
-# The order of issues and reports: from what must work to what must be fast.
+# The order of checks and reports: correctness before speed.
 ORDER = (
     "detection",
     "updates",
+    "sums",
     "faults",
     "accuracy",
     "compiled",
@@ -39,30 +45,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--report",
         type=acceptance_report.report_path,
         metavar="FILE",
-        help="write what was checked to FILE, as JSON",
+        help="write the report of the checks to FILE, as JSON",
     )
     group.addoption(
         "--on-cpu",
         action="store_true",
-        help="run the checks at toy size on the CPU, which tells that the suite itself works",
+        help="run the checks at toy size on the CPU, which shows that the suite itself works",
     )
+    group.addoption("--quick", action="store_true", help="leave out the checks that take minutes")
 
 
 def _on_cpu(config: pytest.Config) -> bool:
-    # In a run of all tests pytest reads this file too late to know its options.
+    # In a run of all tests pytest reads this file too late to register options.
     return config.getoption("on_cpu", default=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: --quick leaves it out of the acceptance suite")
     if _on_cpu(config):
         tf.config.set_visible_devices([], "GPU")
+    elif config.getoption("on_cpu", default=None) is not None:
+        # TensorFlow's own settings: with few threads a GPU waits for the host.
+        tf.config.threading.set_intra_op_parallelism_threads(0)
+        tf.config.threading.set_inter_op_parallelism_threads(0)
     path = config.getoption("report", default=None)
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Reporter(path, _on_cpu(config)), "acceptance-report")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # A run of all tests has others, too: they stay where they are.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick", default=False):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    # Tests outside this folder keep their positions.
     here = [number for number, item in enumerate(items) if item.path.parent == _HERE]
     checks = sorted((items[number] for number in here), key=_place)
     for number, item in zip(here, checks, strict=True):
@@ -94,25 +110,35 @@ def check(request: pytest.FixtureRequest, device: acceptance.Device):
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> acceptance.Device:
-    """The device that is checked, and the sizes for it."""
+    """The device under test, with the sizes for it."""
     return acceptance.find_device(_on_cpu(request.config))
 
 
 @pytest.fixture(scope="session")
 def strategy(device: acceptance.Device, request: pytest.FixtureRequest):
-    """A MirroredStrategy over two GPUs; with --on-cpu over two logical CPUs.
+    """A MirroredStrategy over all GPUs; with --on-cpu over two logical CPUs.
 
-    One for the session, as a second one would reuse the first one's instance numbers.
+    One for the session: the collectives of a second one would reuse the first one's keys.
     """
     if device.count < 2:
         pytest.skip("there is one GPU")
     if device.toy:
         return request.getfixturevalue("two_replicas")
-    return tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])
+    return tf.distribute.MirroredStrategy()
+
+
+@pytest.fixture
+def as_users_have_it(device: acceptance.Device, monkeypatch: pytest.MonkeyPatch):
+    """Enables TF32 for the float32 baseline, and a measured profile for rewrites."""
+    if not device.toy:
+        monkeypatch.setenv("TFAMP_PROFILE", "measure")
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+    yield
+    tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 class Reporter:
-    """Collects what the checks recorded, from xdist's workers too, and writes the report."""
+    """Collects the recorded figures, from xdist's workers too, and writes the report."""
 
     def __init__(self, path: Path, on_cpu: bool) -> None:
         self._path, self._on_cpu = path, on_cpu
@@ -123,10 +149,10 @@ class Reporter:
         row.add(report)
 
     def pytest_sessionfinish(self) -> None:
-        # Workers of xdist end their checks in any order, and other tests may have run, too.
+        # xdist's workers finish in any order, and other tests may have run.
         rows = [row for group in ORDER for row in self._rows.values() if row.group == group]
-        found = acceptance_report.Report.of(rows, on_cpu=self._on_cpu)
-        self._path.write_text(found.to_json(), encoding="utf-8")
+        found = acceptance_report.report_of(rows, on_cpu=self._on_cpu)
+        self._path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("-", f"report: {self._path}")

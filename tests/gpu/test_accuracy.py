@@ -1,10 +1,12 @@
-"""Training in low precision against training in float32."""
+"""Accuracy of low-precision training against float32's, and its determinism."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from helpers import acceptance_models as models
+from helpers.acceptance import deterministic_ops
+from helpers.cases import first_of
 
 pytestmark = pytest.mark.gpu
 BATCH = 64
@@ -37,12 +39,12 @@ def float32_losses():
     return {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_as_float32(device, check, float32_losses, name, dtype):
     """500 steps end at float32's loss."""
-    if dtype == "bfloat16" and device.capability and device.capability < (8, 0):
-        pytest.skip("this GPU has no bfloat16 arithmetic")
+    device.needs(dtype)
     pytest.importorskip("sklearn")
     steps = device.size(500, 10)
     pixels = device.size(32, 8) if name == "cnn" else 8
@@ -62,3 +64,20 @@ def test_trained_as_float32(device, check, float32_losses, name, dtype):
     # A few steps at toy size need not learn.
     fell = {} if device.toy else {"at_most": 0.9}
     check("float32's loss at the end, to that at the start", wanted / expected[0], **fell)
+
+
+@pytest.mark.parametrize("way", first_of(["policy", "rewrite"], pytest.mark.long))
+def test_deterministic(device, check, way):
+    """With enable_op_determinism a training from the same seed ends with the same bits."""
+
+    def trained(x, y):
+        training = models.train(make_cnn(device), way, "float16")
+        for _ in range(device.size(20, 2)):
+            training.step(x, y)
+        return models.values(training.model, training.optimizer)
+
+    with deterministic_ops(), tf.device(device.name):
+        images, y = models.digits(BATCH, device.size(32, 8))
+        first, second = (trained(tf.constant(images), tf.constant(y)) for _ in range(2))
+    equal = [np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)]
+    check("variables with the same bits", sum(equal), equals=len(first))

@@ -1,4 +1,4 @@
-"""Every feature in a step that XLA compiles, against the same step without XLA."""
+"""Steps that XLA compiles, as a whole or in groups of ops, against the same steps without XLA."""
 
 import keras
 import pytest
@@ -7,6 +7,7 @@ import tensorflow as tf
 import tfamp
 from helpers import acceptance_models as models
 from helpers.acceptance import relative_difference
+from helpers.cases import first_of
 
 pytestmark = pytest.mark.gpu
 
@@ -16,8 +17,8 @@ def wrapped(**options):
 
 
 def sgd():
-    # So small that differences of float16's rounding are far under the limit, and large enough that
-    # a gradient left scaled, unclipped or out would be far over it.
+    # Small enough to keep differences of float16 rounding below the limit, and large enough for a
+    # gradient left scaled, unclipped or out to exceed it.
     return keras.optimizers.SGD(2e-4, momentum=0.9)
 
 
@@ -54,43 +55,23 @@ def accumulator():
     optimizer.build(model.trainable_variables)
     accumulated = tfamp.GradientAccumulator(optimizer, steps=2)
 
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            scaled = optimizer.get_scaled_loss(models.loss_of(y, model(x, training=True)))
-        gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-        accumulated.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    def apply(gradients, variables):
+        accumulated.apply_gradients(zip(gradients, variables, strict=True))
 
-    return step, model.trainable_variables
+    return models.step_of(model, optimizer.get_scaled_loss, apply), model.trainable_variables
 
 
 def scaler():
     model, optimizer = make_model("float32"), sgd()
     optimizer.build(model.trainable_variables)
-    grad_scaler = tfamp.GradScaler(init_scale=2.0**10)
-
-    def step(x, y):
-        with tf.GradientTape() as tape, tfamp.autocast("float16"):
-            scaled = grad_scaler.scale(models.loss_of(y, model(x, training=True)))
-        gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-        grad_scaler.step(optimizer, zip(gradients, model.trainable_variables, strict=True))
-        grad_scaler.update()
-
+    step = models.scaler_step(model, optimizer, tfamp.GradScaler(init_scale=2.0**10))
     return step, model.trainable_variables
 
 
 def monitor():
     model, optimizer = make_model(), wrapped()
     optimizer.build(model.trainable_variables)
-    watch = tfamp.diagnostics.NumericsMonitor(every=1)
-
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            scaled = optimizer.get_scaled_loss(models.loss_of(y, model(x, training=True)))
-        gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-        watch.record(gradients, model.trainable_variables, optimizer=optimizer)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    return step, model.trainable_variables
+    return models.monitored_step(model, optimizer, 1), model.trainable_variables
 
 
 def rewritten():
@@ -103,7 +84,7 @@ def rewritten():
 FEATURES = (policy, clipping, master_weights, accumulator, scaler, monitor, rewritten)
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("feature", first_of(FEATURES, pytest.mark.long))
 def test_compiled(device, check, feature):
     """The step compiles under XLA and computes the same."""
     found = {}
@@ -117,10 +98,28 @@ def test_compiled(device, check, feature):
             for _ in range(4):
                 step(x, y)
             found[jit] = [tf.identity(each.value) for each in variables]
-    check(
-        "relative difference of the weights",
-        relative_difference(found[True], found[False]),
-        at_most=1e-5,
-    )
+    difference = relative_difference(found[True], found[False])
+    check("relative difference of the weights", difference, at_most=1e-5)
     moved = relative_difference(found[False], before)
     check("relative change of the weights in 4 steps", moved, at_least=1e-4)
+
+
+def test_partial_batch(device, check):
+    """A step with placement="fused" takes a last batch of fewer rows."""
+    found = {}
+    with tf.device(device.name):
+        x, y = models.digits(52)
+        x, y = tf.constant(models.words(x)), tf.constant(y)
+        for placement in ("lists", "fused"):
+            training = models.train(
+                lambda: models.encoder(1, 64, 4, tokens=64, vocabulary=16),
+                *("rewrite", device.low),
+                placement=placement,
+                force_low=["MatMul"],
+            )
+            rows = (slice(0, 32), slice(32, 52), slice(0, 32))
+            found[placement] = [training.step(x[each], y[each]) for each in rows]
+            library = training.step.concrete(x[:32], y[:32]).graph.as_graph_def().library
+            groups = sum(each.attr["_XlaMustCompile"].b for each in library.function)
+    check("groups that XLA compiles", groups, at_least=1)
+    check("relative difference of the losses", relative_difference(*found.values()), at_most=0.02)

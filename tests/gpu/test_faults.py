@@ -1,4 +1,4 @@
-"""Steps whose gradients overflow."""
+"""Steps whose gradients overflow, and values between 65,504 and 65,536."""
 
 import keras
 import numpy as np
@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import acceptance_models as models
+from helpers.cases import first_of
 
 pytestmark = pytest.mark.gpu
 JIT = pytest.mark.parametrize("jit", [False, True], ids=["jit off", "jit on"])
@@ -23,23 +24,30 @@ def record(check, before, after, moved, scales):
 
 
 @JIT
-def test_loop(device, check, jit):
+@pytest.mark.parametrize("way", first_of(["policy", "scaler"], pytest.mark.long))
+def test_loop(device, check, way, jit):
     """inf in a custom loop: the state stays bit for bit, the scale is halved."""
     with tf.device(device.name):
         x, y = models.digits(32)
         x, y = tf.reshape(tf.constant(x), (32, 64)), tf.constant(y)
-        training = models.train(
-            lambda: models.mlp(device.size(512, 32)), "policy", "float16", jit_compile=jit
-        )
-        owners = training.model, training.optimizer.inner_optimizer
-        training.step(x, y)
-        before, scale = models.values(*owners), float(training.optimizer.loss_scale)
-        training.step(x * np.float32(np.inf), y)
-        after, halved = models.values(*owners), float(training.optimizer.loss_scale)
-        training.step(x, y)
-    record(check, before, after, models.values(*owners), (scale, halved))
+        with tfamp.policy_scope("mixed_float16" if way == "policy" else "float32"):
+            model, inner = models.mlp(device.size(512, 32)), keras.optimizers.Adam(1e-3)
+        scaling = tfamp.GradScaler(init_scale=2.0**12)
+        step = models.scaler_step(model, inner, scaling)
+        if way == "policy":
+            scaling = tfamp.LossScaleOptimizer(inner, initial_scale=2.0**12)
+            step = models.plain_step(model, scaling)
+        inner.build(model.trainable_variables)
+        step = tf.function(step, jit_compile=jit, autograph=False)
+        step(x, y)
+        before, scale = models.values(model, inner), float(scaling.get_scale())
+        step(x * np.float32(np.inf), y)
+        after, halved = models.values(model, inner), float(scaling.get_scale())
+        step(x, y)
+    record(check, before, after, models.values(model, inner), (scale, halved))
 
 
+@pytest.mark.long
 @JIT
 def test_fit(device, check, jit):
     """inf in fit: the state stays bit for bit, the scale is halved."""
@@ -60,26 +68,20 @@ def test_fit(device, check, jit):
 
 
 @JIT
-def test_scaler(device, check, jit):
-    """inf under GradScaler and autocast: the state stays bit for bit, the scale is halved."""
+@pytest.mark.parametrize("placement", ["lists", "fused"])
+def test_rounded_to_inf(device, check, placement, jit):
+    """A product that float16 rounds to inf is inf for every op that takes it, or for none."""
+
+    @tfamp.rewrite(dtype="float16", placement=placement, force_low=["."])
+    def product(x, y):
+        x, y = x @ tf.eye(64), y @ tf.eye(64)
+        both = tf.nn.relu(x * y) + x - tf.abs(x)
+        return both @ tf.eye(64), tf.reduce_all(tf.math.is_finite(both))
+
+    call = tf.function(lambda *args: product(*args), jit_compile=True) if jit else product
     with tf.device(device.name):
-        x, y = models.digits(32)
-        x, y = tf.reshape(tf.constant(x), (32, 64)), tf.constant(y)
-        model, optimizer = models.mlp(device.size(512, 32)), keras.optimizers.Adam(1e-3)
-        optimizer.build(model.trainable_variables)
-        scaler = tfamp.GradScaler(init_scale=2.0**12)
-
-        @tf.function(jit_compile=jit, autograph=False)
-        def step(x, y):
-            with tf.GradientTape() as tape, tfamp.autocast("float16"):
-                scaled = scaler.scale(models.loss_of(y, model(x, training=True)))
-            gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-            scaler.step(optimizer, zip(gradients, model.trainable_variables, strict=True))
-            scaler.update()
-
-        step(x, y)
-        before, scale = models.values(model, optimizer), scaler.get_scale()
-        step(x * np.float32(np.inf), y)
-        after, halved = models.values(model, optimizer), scaler.get_scale()
-        step(x, y)
-    record(check, before, after, models.values(model, optimizer), (scale, halved))
+        for x, y in ((362.0, 180.0), (362.0, 181.0)):  # 65,160 and 65,522.
+            result, finite = call(tf.fill((512, 64), x), tf.fill((512, 64), y))
+            found = bool(np.isfinite(result).all())
+            check(f"{x * y:,.0f} is finite in the result", found)
+            check(f"{x * y:,.0f} is finite inside", bool(finite), equals=found)

@@ -1,4 +1,4 @@
-"""Whether every op that tfamp converts has a kernel on the device."""
+"""Kernels on the device for all ops that tfamp converts."""
 
 import contextlib
 import functools
@@ -12,9 +12,9 @@ from helpers import acceptance_models as models
 
 pytestmark = pytest.mark.gpu
 TOY_KINDS = ("cnn", "attention", "resizing")
-# Its layer calls the op itself, in whatever dtype it is given for all.
+# Its layer calls the op itself, with all inputs in the dtype of the first.
 NOT_FOR = {"policy": {"cnn_fused"}}
-# These hand on values and compute none.
+# They move values and compute none.
 MOVES = ("_Arg", "_Retval", "_Recv", "_Send", "_HostRecv", "_HostSend", "Const", "Identity", "NoOp")
 
 
@@ -29,7 +29,7 @@ def hard_placement(device):
 
 
 def train_once(zoo, kind, way, dtype, device, *, scaled=True):
-    """One step; returns what TensorFlow says where an op has no kernel, else an empty text."""
+    """Runs one step; returns TensorFlow's error where an op has no kernel, else ""."""
     ((x, y),) = zoo.digits(kind, 1)
     options = {"placement": "lists"} if way == "rewrite" else {}
     inner = functools.partial(keras.optimizers.SGD, 1e-3)
@@ -44,12 +44,14 @@ def train_once(zoo, kind, way, dtype, device, *, scaled=True):
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("way", ["policy", "rewrite"])
 def test_layers(device, check, way, dtype):
     """Every kind of layer trains with soft placement off."""
+    device.needs(dtype)
     zoo = pytest.importorskip("helpers.model_zoo", reason="scikit-learn is not installed")
-    # What runs without tfamp's part: a rewrite decides about ops, a policy only about layers.
+    # The same without tfamp's decisions: a rewrite makes them for ops, a policy for layers only.
     bare = ("policy", dtype) if way == "policy" else ("float32", "float32")
     for kind in TOY_KINDS if device.toy else sorted(set(zoo.KINDS) - NOT_FOR.get(way, set())):
         message = train_once(zoo, kind, way, dtype, device)
@@ -60,7 +62,7 @@ def test_layers(device, check, way, dtype):
 
 
 def nodes_that_ran(step, x, y):
-    """Every node of the first call, as TensorFlow placed and fused it."""
+    """Returns the nodes of the first call as TensorFlow placed and fused them."""
     context.enable_run_metadata()
     context.context().enable_graph_collection()
     try:
@@ -79,7 +81,7 @@ def nodes_that_ran(step, x, y):
 
 
 def dtypes_of(node):
-    """The dtypes of the tensors it takes and makes."""
+    """Returns the dtypes of a node's inputs and outputs."""
     found = {node.attr[name].type for name in ("T", "SrcT", "DstT", "dtype") if name in node.attr}
     return {tf.dtypes.as_dtype(each) for each in found if each}
 
@@ -98,18 +100,15 @@ def test_placement(device, check):
     nodes = nodes_that_ran(training.step, x, y)
     computing = [node for node in nodes if node.op not in MOVES]
     floats = [node for node in computing if any(each.is_floating for each in dtypes_of(node))]
-    # Nodes of the bodies of functions need not name a device: where their caller is.
+    # Nodes in function bodies need not name a device: they run on their caller's.
     kind = device.name.partition(":")[0]
     elsewhere = {node.op for node in floats if node.device and f"device:{kind}:" not in node.device}
     low = tf.dtypes.as_dtype(device.low)
-    # Fused ones and oneDNN's have names of their own, such as _MklNativeFusedConv2D.
+    # Fused ops and oneDNN's have other names, such as _MklNativeFusedConv2D.
     compute = [node for node in floats if "Conv2D" in node.op or "MatMul" in node.op]
     lowered = sum(low in dtypes_of(node) for node in compute)
     check("float ops that ran", len(floats), at_least=20)
     check("convolutions and matmuls", len(compute), at_least=3)
     check(f"of these in {device.low}", lowered, at_least=3)
-    check(
-        f"float ops that did not run on {kind}s",
-        ", ".join(sorted(elsewhere)) or "none",
-        equals="none",
-    )
+    others = ", ".join(sorted(elsewhere)) or "none"
+    check(f"float ops that did not run on {kind}s", others, equals="none")

@@ -5,15 +5,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import config as framework_config
 
 import tfamp
+from helpers.acceptance import deterministic_ops
 from helpers.graph_asserts import op_dtypes
 
 pytestmark = pytest.mark.gpu
 CHANNELS = 8
 SHAPES = {2: (CHANNELS,), 3: (6, CHANNELS), 4: (5, 7, CHANNELS), 5: (3, 4, 5, CHANNELS)}
-# Keras's own, and that of its ResNets: the smallest cuDNN takes.
+# Keras's default, and its ResNets' value, the smallest that cuDNN supports.
 EPSILONS = (1e-3, 1.001e-5)
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
@@ -32,7 +32,7 @@ def sample(shape, dtype, seed):
 
 
 def in_float32(norm, x, dy):
-    """Output and gradient by the formula in float32."""
+    """Returns the output and the gradient of the formula in float32."""
     x, dy = tf.cast(x, tf.float32), tf.cast(dy, tf.float32)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -43,7 +43,7 @@ def in_float32(norm, x, dy):
 
 
 def error(actual, expected, dtype):
-    """In eps of the dtype, of the largest value: sums over a batch may cancel."""
+    """Returns the error in eps of the largest value, as sums over a batch may cancel."""
     eps = float(ml_dtypes.finfo(dtype).eps)
     largest = float(tf.reduce_max(tf.abs(expected)))
     difference = float(tf.reduce_max(tf.abs(tf.cast(actual, tf.float32) - expected)))
@@ -68,7 +68,7 @@ def worst_errors(rank, dtype, device):
             y, gradient = step(x, dy)
             expected_y, expected_gradient = in_float32(norm, x, dy)
             outputs.append(error(y, expected_y, dtype))
-            # Of one value the variance is zero, and so is the gradient.
+            # The variance of one value is zero, and so is the gradient.
             gradients.append(error(gradient, expected_gradient, dtype))
         kernels |= op_dtypes(step, x, dy).get("FusedBatchNormV3", {"none"})
     return max(outputs), max(gradients), ", ".join(sorted(kernels))
@@ -77,6 +77,7 @@ def worst_errors(rank, dtype, device):
 @BOTH
 def test_fused(device, check, dtype):
     """Fused BatchNormalization of ranks 2 to 5, of batch 1 too, with both epsilons."""
+    device.needs(dtype)
     with tf.device(device.name):
         for rank in SHAPES:
             outputs, gradients, kernels = worst_errors(rank, dtype, device)
@@ -88,23 +89,35 @@ def test_fused(device, check, dtype):
 @BOTH
 def test_frozen(device, check, dtype):
     """Frozen BatchNormalization under a tape with deterministic ops."""
-    tf.config.experimental.enable_op_determinism()
-    try:
-        with tf.device(device.name):
-            norm = make_norm(dtype, 1e-3, 4)
-            norm.trainable = False
-            x = sample((8, 5, 7, CHANNELS), dtype, 1)
+    device.needs(dtype)
+    with deterministic_ops(), tf.device(device.name):
+        norm = make_norm(dtype, 1e-3, 4)
+        norm.trainable = False
+        x = sample((8, 5, 7, CHANNELS), dtype, 1)
 
-            @tf.function(autograph=False)
-            def gradient_of(x):
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    loss = tf.reduce_sum(tf.cast(norm(x, training=True), tf.float32))
-                return tape.gradient(loss, x)
+        @tf.function(autograph=False)
+        def gradient_of(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.cast(norm(x, training=True), tf.float32))
+            return tape.gradient(loss, x)
 
-            found = gradient_of(x)
-        # Moving statistics are 0 and 1.
-        expected = norm.gamma.numpy() / np.sqrt(1 + 1e-3) * tf.ones(x.shape)
-        check("gradient", error(found, expected, dtype), at_most=2, unit="eps")
-    finally:
-        framework_config.disable_op_determinism()
+        found = gradient_of(x)
+    # Moving statistics are 0 and 1.
+    expected = norm.gamma.numpy() / np.sqrt(1 + 1e-3) * tf.ones(x.shape)
+    check("gradient", error(found, expected, dtype), at_most=2, unit="eps")
+
+
+@pytest.mark.long
+def test_persistent_kernel(device, check):
+    """A training step with and without TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT."""
+    sizes = [str(device.size(*each)) for each in ((128, 8), (56, 8), (7, 2))]
+    without, persistent = (
+        device.helper(
+            *("acceptance_models", device.name, device.low, *sizes),
+            TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT=value,
+        )
+        for value in ("0", "1")
+    )
+    check("time, to that without", persistent["seconds"] / without["seconds"])
+    check("loss at the end, to that without", persistent["loss"] / without["loss"])

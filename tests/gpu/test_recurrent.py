@@ -1,16 +1,17 @@
-"""LSTM and GRU."""
+"""LSTM and GRU on cuDNN: dtypes and speed."""
 
 import keras
 import pytest
 import tensorflow as tf
 
 from helpers import acceptance_models as models
-from helpers.acceptance import ratio, seconds_by_turns
+from helpers.acceptance import interleaved_seconds, ratio
+from helpers.cases import first_of
 from helpers.graph_asserts import op_dtypes
 
 pytestmark = pytest.mark.gpu
-CELLS = pytest.mark.parametrize("cell", ["LSTM", "GRU"])
-WAYS = pytest.mark.parametrize("way", ["policy", "rewrite"])
+CELLS = pytest.mark.parametrize("cell", first_of(["LSTM", "GRU"], pytest.mark.long))
+WAYS = pytest.mark.parametrize("way", first_of(["policy", "rewrite"], pytest.mark.long))
 
 
 def make_model(cell, units, tokens):
@@ -34,7 +35,7 @@ def batch(device):
 @CELLS
 @WAYS
 def test_in_cudnn(device, check, cell, way):
-    """The layer stays cuDNN's kernel, and computes low."""
+    """The layer runs cuDNN's kernel, in low precision."""
     device.needs_gpu("cuDNN is for GPUs")
     with tf.device(device.name):
         x, y = batch(device)
@@ -46,6 +47,7 @@ def test_in_cudnn(device, check, cell, way):
 
 
 @CELLS
+@pytest.mark.usefixtures("as_users_have_it")
 def test_speed(device, check, cell):
     """A training step of two layers of 1,024 units against float32's."""
     with tf.device(device.name):
@@ -55,7 +57,6 @@ def test_speed(device, check, cell):
             for way in ("float32", "policy")
         }
         ways = {way: lambda each=each: each.step(x, y) for way, each in trainings.items()}
-        seconds = seconds_by_turns(ways, rounds=device.size(9, 2), calls=device.size(10, 1))
-    check(
-        "times as fast as float32", ratio(seconds, "float32", "policy"), at_least=1.3, timing=True
-    )
+        seconds = interleaved_seconds(ways, rounds=device.size(9, 2), calls=device.size(10, 1))
+    faster = ratio(seconds, "float32", "policy")
+    check("times as fast as float32", faster, at_least=1.3, timing=True)

@@ -1,16 +1,14 @@
-"""The one-pass update against Keras's."""
-
-import json
-from pathlib import Path
+"""The one-pass update against Keras's, and rounded weights against the CPU's."""
 
 import pytest
 import tensorflow as tf
 
-from helpers.acceptance_updates import RULES, difference
+from helpers.acceptance_updates import ROUNDED, RULES, difference, rounded_bits
+from helpers.cases import first_of
 
 pytestmark = pytest.mark.gpu
-TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 1e-6
+OPTIMIZERS = pytest.mark.parametrize("name", first_of(ROUNDED, pytest.mark.long))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -22,22 +20,42 @@ def test_update(device, check, rule):
     check(f"relative difference after {steps} steps", found, at_most=LIMIT)
 
 
+@pytest.mark.long
 def test_update_without_xla(device, check):
-    """The same where XLA cannot compile, as its files are missing."""
+    """The same where XLA cannot compile because its files are missing."""
     device.needs_gpu("XLA's compiler for CPUs needs no files that could be missing")
-    path = device.environment()["PYTHONPATH"]
-    program = (
-        f"import sys; sys.path[:0] = {[path, str(TESTS)]!r}; "
-        "from helpers import acceptance_updates; acceptance_updates.main('100', '1024')"
-    )
-    process = device.program(
-        program, XLA_FLAGS="--xla_gpu_cuda_data_dir=/nowhere", PATH="/nowhere", CUDA_HOME="/nowhere"
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout.partition("RESULT")[2])
+    missing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
+    missing["XLA_FLAGS"] = "--xla_gpu_cuda_data_dir=/nowhere"
+    found = device.helper("acceptance_updates", "100", "1024", **missing)
     for rule, each in found["differences"].items():
         check(f"relative difference, {rule}", each, at_most=LIMIT)
     if found["xla"]:
         check.leave_out("XLA is unusable", "XLA found its files elsewhere")
     else:
         check("XLA is unusable", True)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stochastic_rounding(device, check, name, dtype):
+    """Stochastically rounded weights have the CPU's bits, with and without jit."""
+    device.needs(dtype)
+    options = {"dtype": dtype, "weight_rounding": "stochastic"}
+    expected = rounded_bits("CPU:0", name, jit=False, **options)
+    for jit in (False, True):
+        found = rounded_bits(device.name, name, jit=jit, **options)
+        # SGD's arithmetic is exact here; the last bit of a root or a quotient may differ on a GPU.
+        limit = 0 if name == "sgd" else 0.01
+        check(f"share of other bits, jit {jit}", (found != expected).mean(), at_most=limit)
+
+
+@OPTIMIZERS
+def test_split_rounding(device, check, name):
+    """Weights with weight_rounding="split" have the bits of those with float32 masters."""
+    device.needs("bfloat16")
+    for jit in (False, True):
+        split, masters = (
+            rounded_bits(device.name, name, dtype="bfloat16", jit=jit, **options)
+            for options in ({"weight_rounding": "split"}, {"master_weights": True})
+        )
+        check(f"share of other bits, jit {jit}", (split != masters).mean(), equals=0.0)

@@ -44,7 +44,7 @@ def compiled(graph):
 
 
 def run(graph_def, *values):
-    """What a graph gives."""
+    """Runs a graph; returns its result."""
     with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
         tf.graph_util.import_graph_def(graph_def, name="")
         return session.run("Identity:0", dict(zip(("x:0", "w:0"), values, strict=True)))
@@ -146,7 +146,7 @@ def test_cross_entropy_is_that_of_tensorflow(dtype):
             tf.graph_util.import_graph_def(graph, name="")
             return session.run("Identity:0", {"x:0": rows, "labels:0": labels})
 
-    # Of numbers around 1000, whose distance is that of float32 there.
+    # Of numbers around 1000, where float32 has this spacing.
     assert np.abs(run_with(labels) - expected).max() < 1000 * 8 * np.finfo("float32").eps
     labels[3] = WIDTH
     (unknown,) = np.isnan(run_with(labels)).all(-1).nonzero()

@@ -54,7 +54,7 @@ def test_what_the_kernels_of_a_cpu_refuse_stays_float32(function, x, refused, dt
         assert found["MatMul" if "MatMul" in found else "BatchMatMulV2"] == {dtype}
         if dtype == "float16" or not detect().cpu_bfloat16:
             assert {op: found[op] for op in refused} == dict.fromkeys(refused, {"float32"})
-        else:  # oneDNN's kernels, as those of float32, take it.
+        else:  # oneDNN's kernels support it, as in float32.
             assert all(found[op] == {dtype} for op in refused if "Conv" in op)
         for value, expected in zip(fast(x), step(x), strict=True):
             assert_close(value, expected, dtype, depth=64)

@@ -1,4 +1,4 @@
-"""Names of nodes behind those of their callers, and names like a pattern."""
+"""Names of nodes behind their callers' names, and names like a pattern."""
 
 from tfamp.planning.options import MOST_CALLERS, caller_names, full_name
 

@@ -334,8 +334,12 @@ def test_lists_cannot_be_changed():
     [
         ({"infer": ["Exp"], "deny": ["Exp"]}, ValueError, "got 'Exp' in both infer and deny"),
         ({"deny": ["Exp"], "as_given": ["Exp"]}, ValueError, "as_given .*'Exp', which is on deny"),
-        ({"allow": "MatMul"}, TypeError, "allow must be a collection of op types.*; got 'MatMul'"),
-        ({"deny": [1]}, TypeError, "deny must hold op types as strings; got 1 of type int"),
+        (
+            {"allow": "MatMul"},
+            TypeError,
+            "allow must be a collection of strings.*; got the string 'MatMul'",
+        ),
+        ({"deny": [1]}, TypeError, "deny must hold strings; got 1"),
     ],
 )
 def test_wrong_lists_are_refused_by_name(given, error, message):

@@ -1,4 +1,4 @@
-"""Node by node, the painting is that of TensorFlow's own pass with its lists."""
+"""Node by node, the painting equals TensorFlow's own pass with its lists."""
 
 import functools
 import random
@@ -53,7 +53,7 @@ def cases():
 
 
 def references(case, dtype):
-    """What Grappler makes of a case: float16 for GPUs of each capability, bfloat16 for the CPU."""
+    """Grappler's result for a case: float16 for GPUs of each capability, bfloat16 for the CPU."""
     capabilities = grappler.CAPABILITIES if dtype == "float16" else [None]
     return [grappler.painted_by_grappler([case], dtype, each)[0] for each in capabilities]
 
@@ -73,7 +73,7 @@ def dtypes(graph_def):
 
 @functools.cache
 def infer_joins_behind_allow():
-    """Whether the float16 pass converts an infer op behind a product: that of 2.19 does not."""
+    """Whether the float16 pass converts an infer op behind a product: 2.19's does not."""
     (painted,) = references(dsl_case("x>A>I"), "float16")[:1]
     return dtypes(painted)["i"] == {"T": tf.float16.as_datatype_enum}
 

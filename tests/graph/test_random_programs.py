@@ -95,7 +95,7 @@ def test_random_programs_stay_valid_run_and_keep_what_they_must(program, dtype):
     before = function.graph.as_graph_def()
     result = rewritten(function, dtype)
 
-    # Names, signatures and control inputs stay, except those of calls that were inlined.
+    # Names, signatures and control inputs stay, except of inlined calls.
     inlined = inline_calls(before, [each.name for each in function.outputs])
     old, new = all_nodes(inlined), all_nodes(result.graph_def)
     assert old.keys() <= new.keys()
@@ -204,7 +204,7 @@ print(digest.hexdigest())
 @pytest.mark.slow
 def test_loops_and_random_programs_have_the_same_plan_under_any_hash_seed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    # Functions' names count up within a process: each of the two starts anew.
+    # Functions' names count up within a process: each of the two starts at 1.
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _HASHED],

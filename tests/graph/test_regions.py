@@ -1,4 +1,4 @@
-"""What must agree and what must not change."""
+"""Regions: slots that must agree, and slots that must not change."""
 
 import tensorflow as tf
 

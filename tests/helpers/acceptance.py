@@ -1,7 +1,9 @@
-"""What a check of tests/gpu has: figures with their limits, and the device they are of."""
+"""The checks of tests/gpu: figures with limits, the device, memory and interleaved timing."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
@@ -10,16 +12,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config as framework_config
 
 import tfamp
 
-TOY_TIMING = "recorded only: a time at toy size says nothing"
+TESTS = Path(__file__).resolve().parents[1]
+TOY_TIMING = "recorded only: times at toy size are not representative"
 Value = float | int | bool | str
 
 
@@ -28,12 +32,12 @@ class Figure:
     """One figure of a check.
 
     Attributes:
-        what: What was measured, in words.
+        what: The measured quantity.
         value: The figure; None where it was left out.
         unit: Its unit, "" for ratios and counts.
-        limit: What it is held to, in words; "" for none.
+        limit: The limit as text; "" for none.
         outcome: "passed", "failed", "recorded" or "skipped".
-        why: Why it was not held to its limit, or was left out.
+        why: The reason why the limit was not applied, or the figure is missing.
     """
 
     what: str
@@ -50,7 +54,7 @@ class Figure:
 
 
 def show(value: Value | None) -> str:
-    """A figure as people read it."""
+    """Formats a figure for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -60,9 +64,9 @@ def show(value: Value | None) -> str:
 
 @dataclass
 class Check:
-    """Records figures. One that misses its limit fails the test when it has ended.
+    """Records figures; one beyond its limit fails the test at its end.
 
-    So that a run on a borrowed machine tells all there is to tell.
+    So a run on a borrowed machine reports all figures, not those up to the first failure.
     """
 
     toy: bool
@@ -79,13 +83,13 @@ class Check:
         unit: str = "",
         timing: bool = False,
     ) -> None:
-        """Records a figure; one of time is held to its limit at full size only."""
+        """Records a figure; limits of times apply at full size only."""
         value = value.numpy() if hasattr(value, "numpy") else value
         value = value.item() if hasattr(value, "item") else value
         limits = {"at most": at_most, "at least": at_least, "": equals}
         given = {word: limit for word, limit in limits.items() if limit is not None}
         limit = " and ".join(f"{word} {show(each)}".strip() for word, each in given.items())
-        # A NaN is within no limit.
+        # NaN fails every comparison.
         passed = (
             (at_most is None or value <= at_most)
             and (at_least is None or value >= at_least)
@@ -94,17 +98,17 @@ class Check:
         outcome, why = "passed" if passed else "failed", ""
         if not given or (timing and self.toy):
             outcome, why = "recorded", TOY_TIMING if given else ""
-        # JSON has no word for what is not finite.
+        # JSON has no inf and no NaN.
         plain = value if not isinstance(value, float) or math.isfinite(value) else str(value)
         self.figures.append(Figure(what, plain, unit, limit, outcome, why))
 
     def leave_out(self, what: str, why: str) -> None:
-        """Records that a figure cannot be had here."""
+        """Records why a figure is not available here."""
         self.figures.append(Figure(what, None, outcome="skipped", why=why))
 
     @property
     def failures(self) -> list[str]:
-        """Every figure that missed its limit."""
+        """All figures beyond their limits."""
         return [each.to_text() for each in self.figures if each.outcome == "failed"]
 
 
@@ -115,7 +119,7 @@ class Device:
     Attributes:
         name: As TensorFlow names it: "GPU:0", or "CPU:0" with --on-cpu.
         capability: A GPU's compute capability.
-        toy: Whether sizes are those that a CPU computes in seconds.
+        toy: Whether sizes are small, for a CPU.
         count: How many devices of the kind there are.
     """
 
@@ -126,20 +130,25 @@ class Device:
 
     @property
     def low(self) -> str:
-        """The dtype that mixed precision is for here."""
+        """The low-precision dtype that the device multiplies fastest."""
         return "float16" if self.capability and self.capability < (8, 0) else "bfloat16"
 
     def size(self, real: int, toy: int) -> int:
-        """One of two sizes."""
+        """Returns the size for this device."""
         return toy if self.toy else real
 
     def needs_gpu(self, why: str) -> None:
-        """Skips the test on a CPU, where its subject does not exist."""
+        """Skips the test on a CPU."""
         if self.toy:
             pytest.skip(why)
 
+    def needs(self, dtype: str) -> None:
+        """Skips the test on a GPU without arithmetic in a dtype."""
+        if dtype == "bfloat16" and self.capability and self.capability < (8, 0):
+            pytest.skip("this GPU has no bfloat16 arithmetic")
+
     def environment(self, **changes: str) -> dict[str, str]:
-        """The environment of a process as a user starts it, on the same device."""
+        """Returns a user's environment for a process on the same device."""
         removed = ("TF_FORCE_GPU_ALLOW_GROWTH", "TFAMP_PROFILE")
         kept = {name: value for name, value in os.environ.items() if name not in removed}
         hidden = {"CUDA_VISIBLE_DEVICES": "-1"} if self.toy else {}
@@ -154,6 +163,14 @@ class Device:
     def program(self, text: str, **environment: str) -> subprocess.CompletedProcess:
         """Runs a Python program in a process of its own."""
         return self._run([sys.executable, "-c", text], environment)
+
+    def helper(self, name: str, *arguments: str, **environment: str) -> dict:
+        """Runs a module of tests/helpers as a program, which prints RESULT and one JSON object."""
+        path = os.pathsep.join([str(Path(tfamp.__file__).parents[1]), str(TESTS)])
+        command = [sys.executable, "-m", f"helpers.{name}", *arguments]
+        done = self._run(command, {"PYTHONPATH": path} | environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.partition("RESULT")[2])
 
     def _run(
         self, command: list[str], environment: Mapping[str, str]
@@ -177,7 +194,7 @@ def find_device(on_cpu: bool) -> Device:
 
 
 def describe_gpu(gpu: tf.config.PhysicalDevice) -> tuple[str, tuple[int, int] | None]:
-    """A GPU's name and compute capability, that of "9.0a" too, which TensorFlow cannot parse."""
+    """Returns a GPU's name and compute capability; TensorFlow itself cannot parse "9.0a"."""
     try:
         details = tf.config.experimental.get_device_details(gpu)
     except RuntimeError as error:
@@ -186,20 +203,39 @@ def describe_gpu(gpu: tf.config.PhysicalDevice) -> tuple[str, tuple[int, int] | 
     return details.get("device_name", "unknown GPU"), details.get("compute_capability")
 
 
+def first_visible_gpu(environment: Mapping[str, str]) -> str:
+    """Returns the index or UUID with which nvidia-smi selects TensorFlow's "GPU:0".
+
+    Both number GPUs alike if CUDA_DEVICE_ORDER is PCI_BUS_ID, as the suite sets it.
+    """
+    return environment.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+
+
 def used_memory() -> float | None:
-    """MiB in use on the first GPU, by all processes; None without nvidia-smi."""
+    """Returns the MiB in use on the first visible GPU by all processes; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query.append(f"--id={first_visible_gpu(os.environ)}")
     done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
     return float(done.stdout) if done.returncode == 0 else None
+
+
+@contextlib.contextmanager
+def deterministic_ops() -> Iterator[None]:
+    """Runs a block under `tf.config.experimental.enable_op_determinism`."""
+    tf.config.experimental.enable_op_determinism()
+    try:
+        yield
+    finally:
+        framework_config.disable_op_determinism()
 
 
 Ways = Mapping[str, Callable[[], object]]
 
 
-def seconds_by_turns(ways: Ways, *, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Seconds per call of each way, a round after the other, so that a busy machine slows all."""
+def interleaved_seconds(ways: Ways, *, rounds: int, calls: int) -> dict[str, list[float]]:
+    """Returns seconds per call; every round times all ways, so that load slows all of them."""
     for _ in range(2):
         for call in ways.values():
             call()
@@ -217,12 +253,12 @@ def seconds_by_turns(ways: Ways, *, rounds: int, calls: int) -> dict[str, list[f
 
 
 def ratio(seconds: Mapping[str, list[float]], of: str, to: str) -> float:
-    """The median over the rounds of one way's time to another's."""
+    """Returns the median over the rounds of the ratio of two ways' times."""
     return statistics.median(a / b for a, b in zip(seconds[of], seconds[to], strict=True))
 
 
 def relative_difference(actual: list, expected: list) -> float:
-    """The largest difference of any tensor, relative to that tensor's largest value."""
+    """Returns the largest difference of any tensor, relative to the tensor's largest value."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         a, b = (tf.cast(tf.convert_to_tensor(each), tf.float64) for each in (a, b))

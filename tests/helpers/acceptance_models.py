@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
+from helpers.acceptance import interleaved_seconds
 
 CLASSES = 10
 WAYS = ("float32", "policy", "rewrite")
@@ -35,7 +40,7 @@ def cnn(filters: int, pixels: int = 8, blocks: int = 2) -> keras.Model:
 
 
 class Positions(layers.Layer):
-    """Adds a weight for each position of a sequence."""
+    """Adds a trainable embedding of positions."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=shape[1:], initializer="random_normal")
@@ -47,7 +52,7 @@ class Positions(layers.Layer):
 def encoder(
     depth: int, width: int, heads: int, *, tokens: int, vocabulary: int, classes: int = CLASSES
 ) -> keras.Model:
-    """A transformer's encoder: BERT-base is of depth 12, width 768 and 12 heads."""
+    """A transformer encoder; BERT-base has depth 12, width 768 and 12 heads."""
     inputs = keras.Input((tokens,), dtype="int32")
     x = layers.LayerNormalization()(Positions()(layers.Embedding(vocabulary, width)(inputs)))
     for _ in range(depth):
@@ -59,7 +64,7 @@ def encoder(
 
 
 def digits(count: int, pixels: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's digits as images, over and over, each time with other noise."""
+    """Random images of scikit-learn's digits, with noise."""
     import sklearn.datasets
 
     x, y = sklearn.datasets.load_digits(return_X_y=True)
@@ -71,31 +76,62 @@ def digits(count: int, pixels: int = 8) -> tuple[np.ndarray, np.ndarray]:
 
 
 def words(images: np.ndarray, vocabulary: int = 16) -> np.ndarray:
-    """Images as sequences of words: how dark each pixel is."""
+    """Images as sequences of tokens: the quantized pixels."""
     levels = np.clip(images.reshape(len(images), -1), 0, 1) * (vocabulary - 1)
     return levels.round().astype("int32")
 
 
 def loss_of(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Cross-entropy to smoothed labels, so that a loss has a floor that is not zero."""
+    """Cross-entropy with smoothed labels, so that the smallest loss is above zero."""
     classes = logits.shape[-1]
-    # Keras hands labels to a loss as floats.
+    # Keras passes labels to a loss as floats.
     smooth = tf.one_hot(tf.cast(y, "int32"), classes, 0.9, 0.1 / (classes - 1))
     return keras.losses.CategoricalCrossentropy(from_logits=True)(smooth, logits)
 
 
-def plain_step(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Step:
+def step_of(
+    model: keras.Model, scale: Callable, apply: Callable, scope: Callable = contextlib.nullcontext
+) -> Step:
     """A step of a custom loop, as it is traced: forward, backward, update; returns the loss."""
 
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-            scaled = optimizer.scale_loss(loss)
+            with scope():
+                loss = loss_of(y, model(x, training=True))
+            scaled = scale(loss)
         gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-        optimizer.apply(gradients, model.trainable_variables)
+        apply(gradients, model.trainable_variables)
         return loss
 
     return step
+
+
+def plain_step(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Step:
+    """The step of an optimizer that may scale the loss."""
+    return step_of(model, optimizer.scale_loss, optimizer.apply)
+
+
+def monitored_step(model: keras.Model, optimizer: keras.optimizers.Optimizer, every: int) -> Step:
+    """The step of an optimizer whose gradients a NumericsMonitor records."""
+    monitor = tfamp.diagnostics.NumericsMonitor(every=every)
+
+    def apply(gradients: list, variables: list) -> None:
+        monitor.record(gradients, variables, optimizer=optimizer)
+        optimizer.apply(gradients, variables)
+
+    return step_of(model, optimizer.get_scaled_loss, apply)
+
+
+def scaler_step(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, scaler: tfamp.GradScaler
+) -> Step:
+    """The step of a GradScaler, under autocast in float16."""
+
+    def apply(gradients: list, variables: list) -> None:
+        scaler.step(optimizer, zip(gradients, variables, strict=True))
+        scaler.update()
+
+    return step_of(model, scaler.scale, apply, lambda: tfamp.autocast("float16"))
 
 
 @dataclass(frozen=True)
@@ -121,11 +157,11 @@ def train(
     inner: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.Adam(1e-3),
     scaled: bool | None = None,
     jit_compile: bool = False,
-    **options: str,
+    **options: object,
 ) -> Training:
-    """A model of the same initial weights at every call, and its step in one of the `WAYS`.
+    """Returns a model with the same initial weights at every call, and its step in one of `WAYS`.
 
-    The loss is scaled as asked for, else for float16.
+    The loss is scaled for float16, or as `scaled` says.
     """
     keras.utils.set_random_seed(5)
     with tfamp.policy_scope(f"mixed_{dtype}" if way == "policy" else "float32"):
@@ -145,3 +181,18 @@ def train(
 def values(*owners: keras.Model | keras.optimizers.Optimizer) -> list[np.ndarray]:
     """Every variable of models and optimizers."""
     return [np.array(each.numpy()) for owner in owners for each in owner.variables]
+
+
+def time_cnn(device: str, dtype: str, *sizes: str) -> dict[str, float]:
+    """The time of a CNN's training step, and the loss at the end."""
+    filters, pixels, rounds = map(int, sizes)
+    with tf.device(device):
+        x, y = map(tf.constant, digits(32, pixels))
+        training = train(lambda: cnn(filters, pixels), "policy", dtype)
+        ways = {"step": lambda: training.step(x, y)}
+        seconds = interleaved_seconds(ways, rounds=rounds, calls=3)["step"]
+    return {"seconds": statistics.median(seconds), "loss": float(training.step(x, y))}
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(time_cnn(*sys.argv[1:])))

@@ -1,14 +1,13 @@
-"""The report of tests/gpu: what was checked on which machine, as JSON."""
+"""The report of tests/gpu as JSON: the machine, the checks and their figures."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import datetime
-import json
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,17 +23,17 @@ _OUTCOMES = ("passed", "failed", "skipped")
 
 
 def report_path(text: str) -> Path:
-    """The file of `--report`; one that could not be written is refused before anything runs."""
+    """Checks the path of `--report` before anything runs."""
     path = Path(text).absolute()
     if path.suffix != ".json":
         raise pytest.UsageError(f"--report takes a file ending in .json; got {text!r}.")
     if not path.parent.is_dir():
-        raise pytest.UsageError(f"--report: there is no folder {path.parent}.")
+        raise pytest.UsageError(f"--report: the folder {path.parent} does not exist.")
     return path
 
 
 def title(item: pytest.Item) -> str:
-    """What a check is about: the first line of its docstring, and its parameters."""
+    """Returns the title of a check: the first line of its docstring, and its parameters."""
     text = (getattr(item, "function", None).__doc__ or item.name).strip().partition("\n")[0]
     parameters = re.search(r"\[(.+)\]$", item.name)
     return text.replace("`", "").removesuffix(".") + (f" ({parameters[1]})" if parameters else "")
@@ -46,12 +45,12 @@ class Row:
 
     Attributes:
         check: The test's name.
-        title: What it is about.
+        title: The first line of its docstring.
         group: The part of the suite it belongs to.
         outcome: "passed", "failed" or "skipped".
-        why: What failed, or why it was skipped.
+        why: The failure, or the reason for skipping.
         seconds: How long it took.
-        figures: What it recorded, as dictionaries of a `Figure`.
+        figures: Its figures, as dictionaries of `Figure`.
     """
 
     check: str
@@ -63,11 +62,11 @@ class Row:
     figures: list[dict] = field(default_factory=list)
 
     def add(self, report: pytest.TestReport) -> None:
-        """Takes up one phase of the test: set-up, call or clean-up."""
+        """Adds one phase of the test: set-up, call or teardown."""
         self.seconds += report.duration
         if report.outcome != "passed" and self.outcome != "failed":
             self.outcome, self.why = report.outcome, _reason(report)
-        # Tests beside the suite have neither title nor part, and no place in its report.
+        # Tests outside the suite have no title and no group.
         if report.when == "teardown" and report.user_properties:
             found = collections.defaultdict(list)
             for name, value in report.user_properties:
@@ -77,39 +76,20 @@ class Row:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):  # Of a skipped one: file, line, reason.
+    if isinstance(report.longrepr, tuple):  # Skipped: file, line, reason.
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message if crash is not None else str(report.longrepr)
 
 
-@dataclass(frozen=True)
-class Report:
-    """A run of the suite.
-
-    Attributes:
-        machine: What it ran on, by name.
-        checks: What was checked.
-    """
-
-    machine: Mapping[str, str]
-    checks: list[Row]
-
-    @classmethod
-    def of(cls, checks: list[Row], *, on_cpu: bool) -> Report:
-        """The report of checks that ran in this process or its workers."""
-        return cls(_machine(on_cpu), checks)
-
-    def counts(self) -> dict[str, int]:
-        """How many checks passed, failed and were skipped."""
-        found = collections.Counter(each.outcome for each in self.checks)
-        return {outcome: found[outcome] for outcome in _OUTCOMES}
-
-    def to_json(self) -> str:
-        """Returns the report as one JSON object."""
-        checks = [dataclasses.asdict(each) for each in self.checks]
-        found = {"machine": dict(self.machine), "counts": self.counts(), "checks": checks}
-        return json.dumps(found, indent=1)
+def report_of(checks: list[Row], *, on_cpu: bool) -> dict:
+    """Returns the machine, counts of outcomes, and the checks, for JSON."""
+    found = collections.Counter(each.outcome for each in checks)
+    return {
+        "machine": _machine(on_cpu),
+        "counts": {outcome: found[outcome] for outcome in _OUTCOMES},
+        "checks": [dataclasses.asdict(each) for each in checks],
+    }
 
 
 def _machine(on_cpu: bool) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Updates of tfamp's optimizer against Keras's, on given gradients; a program, too.
+"""Updates of tfamp's optimizer against Keras's, and bits of rounded weights; a program, too.
 
-As a program it also says whether XLA compiles here: where it cannot, updates must be right, too.
+As a program it also reports whether XLA compiles here: without XLA, updates must be equal too.
 """
 
 from __future__ import annotations
@@ -9,22 +9,47 @@ import json
 import sys
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfamp
 from helpers.acceptance import relative_difference
 
 RULES = {
-    "sgd": lambda: keras.optimizers.SGD(0.01),
+    "sgd": lambda: keras.optimizers.SGD(2.0**-6),
     "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
     "nesterov": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(1e-3),
     "adamw": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.01),
 }
+ROUNDED = {
+    **{name: RULES[name] for name in ("sgd", "adam", "adamw")},
+    "lion": lambda: keras.optimizers.Lion(1e-3),
+    "adafactor": lambda: keras.optimizers.Adafactor(1e-3),
+}
+
+
+def rounded_bits(device: str, name: str, *, dtype: str, jit: bool, **options) -> np.ndarray:
+    """Returns bit patterns of low-precision weights after 5 steps of an optimizer in `ROUNDED`."""
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(1)
+    with tf.device(device):
+        weights = keras.Variable(random.uniform(0.5, 2, (256, 16)), dtype=dtype)
+        optimizer = tfamp.LossScaleOptimizer(ROUNDED[name](), loss_scale=1.0, **options)
+        optimizer.build([weights])
+
+        @tf.function(jit_compile=jit, autograph=False)
+        def step(gradient: tf.Tensor) -> None:
+            optimizer.apply([gradient], [weights], unscaled=True)
+
+        for _ in range(5):
+            # Few bits, so that sums of weights and updates are exact in float32.
+            step(tf.constant(random.integers(-256, 256, weights.shape) / 256, dtype))
+    return weights.numpy().view("uint16")
 
 
 def difference(rule: str, *, steps: int, width: int) -> float:
-    """The largest relative difference of weights and slots from Keras's after some steps."""
+    """Returns the largest relative difference of weights and slots from Keras's."""
     shapes = [(width, width), (width,), (3, 3, 8, 16), ()]
 
     def make(wrap) -> tuple:

@@ -24,7 +24,7 @@ def copies_to_host(folder: Path) -> list[int] | None:
 
 
 def _events(path: Path) -> Iterator[tuple[xplane_pb2.XPlane, xplane_pb2.XEvent]]:
-    """What the streams of GPUs ran; other lines of a device group the same by op or module."""
+    """Yields the events of GPU streams; other lines of a device repeat them by op or module."""
     for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
         for line in plane.lines:
             if plane.name.startswith("/device:GPU") and line.name.startswith("Stream"):

@@ -31,11 +31,11 @@ class Copy(NamedTuple):
     producer: str  # Its op and name, as "Max largest".
     consumer: str
     to_host: bool
-    size: float  # In bytes; inf where the graph does not tell.
+    size: float  # In bytes; inf where the shape is unknown.
 
 
 class Placement(NamedTuple):
-    """What a look at a graph found."""
+    """The ops of a graph without a GPU kernel, and the copies between memories."""
 
     without_kernel: list[str]  # Op and dtypes of every node that would run on the CPU.
     copies: list[Copy]

@@ -32,6 +32,18 @@ def concrete(fn: Callable, *args, **kwargs):
     return fn.get_concrete_function(*args, **kwargs)
 
 
+def op_numbers(fn: Callable, *args, **kwargs) -> collections.Counter[str]:
+    """How often each op type is in the graph of `fn`, nested functions included."""
+    graph_def = concrete(fn, *args, **kwargs).graph.as_graph_def()
+    return collections.Counter(node.op for node in _reachable_nodes(graph_def))
+
+
+def branches(fn: Callable, *args, **kwargs) -> int:
+    """The number of branches in the graph of `fn`, for each of which a GPU's host waits."""
+    found = op_numbers(fn, *args, **kwargs)
+    return sum(found[op] for op in ("If", "StatelessIf", "Case", "StatelessCase", "Switch"))
+
+
 def op_dtypes(fn: Callable, *args, **kwargs) -> dict[str, set[str]]:
     """Maps every op type in the graph of `fn`, nested functions included, to its dtypes."""
     return graph_op_dtypes(concrete(fn, *args, **kwargs).graph.as_graph_def())

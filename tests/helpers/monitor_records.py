@@ -20,7 +20,7 @@ def made_record(
     """A record in which every variable has the same histogram."""
     counts = {-20: 30, -8: 60, 0: 10} if counts is None else counts
     unscaled = ExponentHistogram(counts, zeros=25, nans=nans, largest=1.5)
-    scaled = unscaled.shifted(int(math.log2(scale)))
+    scaled = unscaled.shifted(int(math.log2(scale)), 0)
     described = {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
     return {
         "step": step,

@@ -1,8 +1,8 @@
-"""A training under `tf.distribute` with random faults that tells after every step what it holds.
+"""Trains under `tf.distribute` with random faults and prints a digest of the state at every step.
 
 Run as a program, in a process of its own: TensorFlow aborts when a second MirroredStrategy over
 CPUs is used eagerly in a process, and a worker has to start its servers before anything else.
-Prints one line of JSON.
+The output is one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-DTYPE = {"float16": tf.float16, "bfloat16": tf.bfloat16}
+from helpers.graph_asserts import op_dtypes
 
 
 def make_strategy(kind: str) -> tf.distribute.Strategy:
@@ -59,18 +59,19 @@ def make_model(dtype: str | None = None) -> keras.Model:
 
 
 class Training:
-    """What the ways of training have in common; `variables` are all that must stay equal."""
+    """Base of the ways of training; the replicas' copies of `state` must stay equal."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         import tfamp
 
         self.tfamp, self.strategy = tfamp, strategy
-        self.seen: set[str] = set()
         with strategy.scope():
             self.make()
 
-    def make(self) -> None:
-        raise NotImplementedError
+    def make(self):
+        self.model = make_model()
+        self.opt = self.optimizer()
+        self.opt.build(self.model.trainable_variables)
 
     def optimizer(self, **options):
         return self.tfamp.LossScaleOptimizer(
@@ -98,9 +99,9 @@ class Training:
         gradients = self.opt.get_unscaled_gradients(gradients)
         self.opt.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
 
-    def note(self, tensor):
-        self.seen.add(tensor.dtype.name)
-        return tensor
+    def compiled(self, run):
+        """The function that calls `strategy.run`, as it is called."""
+        return tf.function(run)
 
     def state(self):
         return [*self.model.variables, *self.opt.variables]
@@ -113,7 +114,6 @@ class Policy(Training):
     def make(self):
         with self.tfamp.policy_scope("mixed_float16"):
             self.model = make_model()
-        self.seen.add(self.model.layers[0].compute_dtype)
         self.opt = self.optimizer()
         self.opt.build(self.model.trainable_variables)
 
@@ -124,9 +124,10 @@ class Float16Reduce(Policy):
 
 
 class Masters(Training):
+    dtype = "float16"
+
     def make(self):
-        self.model = make_model("float16")
-        self.seen.add(self.model.trainable_variables[0].dtype)
+        self.model = make_model(self.dtype)
         self.opt = self.optimizer(master_weights=True)
         self.opt.build(self.model.trainable_variables)
 
@@ -150,6 +151,10 @@ class Clipped(Policy):
         ]
 
 
+class Bfloat16Masters(Masters):
+    dtype = "bfloat16"
+
+
 class Accumulated(Masters):
     """Two micro-batches a step, which a fault in either replica drops."""
 
@@ -164,30 +169,44 @@ class Accumulated(Masters):
 
 
 class Autocast(Training):
-    def make(self):
-        self.model = make_model()
-        self.opt = self.optimizer()
-        self.opt.build(self.model.trainable_variables)
-
     def loss(self, x, y):
         with self.tfamp.autocast("float16"):
-            hidden = self.note(self.model.layers[0](x))
+            hidden = self.model.layers[0](x)
             return tf.reduce_mean(tf.square(tf.cast(self.model.layers[1](hidden), tf.float32) - y))
 
 
-class Rewrite(Autocast):
+class Rewrite(Training):
     """The loss is rewritten; the optimizer is outside, where it may speak to the other replicas."""
 
     def make(self):
         super().make()
-        plain = super(Autocast, self).loss
-        self.fast = self.tfamp.rewrite(plain, dtype="float16", placement="lists")
+        self.fast = self.tfamp.rewrite(super().loss, dtype="float16", placement="lists")
 
     def loss(self, x, y):
-        concrete = self.fast.concrete(x, y)
-        ops = [op for op in concrete.graph.get_operations() if op.type == "MatMul"]
-        self.seen.update(op.outputs[0].dtype.name for op in ops)
         return self.fast(x, y)
+
+
+class RewriteAll(Training):
+    """The function that calls `strategy.run` is rewritten, with the all-reduce and the update."""
+
+    def compiled(self, run):
+        return self.tfamp.rewrite(run, dtype="float16", placement="lists")
+
+
+class Level(Training):
+    """The train step of a model at level O1, as `fit` calls it."""
+
+    def make(self):
+        model = make_model()
+        model.compile(self.optimizer(), "mse", jit_compile=False)
+        self.model, self.opt = self.tfamp.prepare(model, level="O1", dtype="float16")
+        self.opt.build(model.trainable_variables)
+
+    def train_step(self, x, y):
+        self.model.train_step((x, y))
+
+    def state(self):  # Metrics are the sums of each replica.
+        return [*self.model.trainable_variables, *self.opt.variables]
 
 
 class Scaler(Policy):
@@ -219,10 +238,13 @@ WAYS = {
     "policy": Policy,
     "float16_reduce": Float16Reduce,
     "masters": Masters,
+    "bfloat16_masters": Bfloat16Masters,
     "clipped": Clipped,
     "accumulated": Accumulated,
     "autocast": Autocast,
     "rewrite": Rewrite,
+    "rewrite_all": RewriteAll,
+    "level": Level,
     "scaler": Scaler,
 }
 
@@ -241,17 +263,17 @@ def spread(strategy, rows):
     )
 
 
-def train(strategy, way: str, steps: int) -> dict:
+def train(strategy, way: str, steps: int, *, jit_compile: bool = False) -> dict:
     """Trains; returns digests of all state after each step, and the counts."""
     training = WAYS[way](strategy)
     replicas = strategy.num_replicas_in_sync
     random, digests, good = np.random.default_rng(5), [], 0
     step = training.train_step
-    if not strategy.extended._use_merge_call():
+    if jit_compile or not strategy.extended._use_merge_call():
         # Then every replica traces the compiled function, in a thread of its own.
-        compiled = tf.function(step, autograph=False)
+        compiled = tf.function(step, autograph=False, jit_compile=jit_compile or None)
         step = lambda x, y: compiled(x, y)  # noqa: E731
-    run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+    run = training.compiled(lambda x, y: strategy.run(step, args=(x, y)))
     for number in range(steps):
         # The same numbers in every process: each takes its own rows.
         x = random.standard_normal((replicas, 4, 6)).astype("float32")
@@ -260,7 +282,8 @@ def train(strategy, way: str, steps: int) -> dict:
         faults[-1] |= number == 3
         x[faults, 0, 0] = random.choice([np.inf, -np.inf, np.nan])
         good += not faults.any()
-        run(spread(strategy, x), spread(strategy, y))
+        given = spread(strategy, x), spread(strategy, y)
+        run(*given)
         digest = hashlib.sha256()
         for variable in training.state():
             copies = local_copies(strategy, variable)
@@ -277,7 +300,7 @@ def train(strategy, way: str, steps: int) -> dict:
         "applied": applied,
         "skipped": steps - applied if skipped is None else skipped,
         "scale": scale,
-        "seen": sorted(training.seen),
+        "products": sorted(op_dtypes(run, *given)["MatMul"]),
         "replicas": replicas,
         "traces": run.experimental_get_tracing_count(),
     }

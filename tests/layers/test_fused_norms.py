@@ -109,6 +109,29 @@ def test_options_of_the_layer_and_a_batch_of_one_value(low, options, shape):
     assert_same_step(ours, keras_own, x, dy, low, True)
 
 
+def test_shapes_known_only_at_run_time_and_empty_batches(low):
+    ours, keras_own = pair((None, None, 8))
+    fn = tf.function(lambda x: ours(x, training=True))
+    fn = fn.get_concrete_function(tf.TensorSpec((None, None, 8), low))
+    assert_fused(fn, dtype=low)
+    for count in (1, 4, 0):
+        x = sample((count, 6, 8), low)
+        assert_close(fn(x), keras_own(tf.cast(x, "float32"), training=True), low, depth=24)
+
+
+def test_kernels(monkeypatch):
+    assert fused_norms.has_fused_kernel("float32", 1e-3)
+    assert fused_norms.has_fused_kernel("bfloat16", 1e-3)
+    assert not fused_norms.has_fused_kernel("float64", 1e-3)
+    monkeypatch.setattr(tf_private, "default_device_kind", lambda: "cpu")
+    assert fused_norms.has_fused_kernel("float32", 1e-6)
+    monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
+    assert fused_norms.has_fused_kernel("float32", 1.001e-5)
+    assert not fused_norms.has_fused_kernel("float32", 1e-6)
+    with tf.device("CPU:0"):
+        assert fused_norms.has_fused_kernel("float32", 1e-6)
+
+
 def test_the_layer_is_float32_as_far_as_keras_is_concerned(low):
     layer = layers.BatchNormalization()
     layer.build((None, 8))

@@ -42,7 +42,7 @@ def test_one_layer_of_a_float32_model_computes_low(dtype):
     assert (after.numpy() != before).any()
     tfamp.set_layer_dtype(model.layers[0], "float32")
     np.testing.assert_array_equal(model(x), before)
-    # Compiled functions are traced anew.
+    # Compiled functions are traced again.
     model.compile("sgd", "mse", jit_compile=False)
     before = model.predict(x, verbose=0)
     tfamp.set_layer_dtype(model, name, pattern="one")

@@ -1,4 +1,4 @@
-"""What each level means, by machine and dtype: a table written down a second time."""
+"""The meaning of each level, by machine and dtype: a second, hand-written table."""
 
 import pytest
 

@@ -95,6 +95,20 @@ def test_o2_is_a_candidate_where_the_device_suggests_it(timed, monkeypatch):
     assert "bfloat16" in {layer.compute_dtype for layer in level_models.leaves(model)}
 
 
+@pytest.mark.parametrize(
+    ("shape", "placement", "expected"),
+    [((8,), None, "fused"), ((None, 8), None, "min_cut"), ((8,), "lists", "lists")],
+)
+def test_auto_without_a_batch_is_fused_where_only_the_batch_size_varies(
+    shape, placement, expected, monkeypatch
+):
+    found = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    model = keras.Sequential([keras.Input(shape), keras.layers.Dense(2)])
+    settings = tfamp.prepare(model, level="auto", placement=placement).settings
+    assert settings.rewrite(lambda x: model(x)).settings.placement == expected
+
+
 def test_what_cannot_be_measured_is_refused():
     model = level_models.compiled("functional")
     with pytest.raises(ValueError, match="level is 'O1'"):

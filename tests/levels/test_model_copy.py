@@ -1,4 +1,4 @@
-"""Models made anew with low weights: what hangs on the weights goes with them."""
+"""Models copied with low weights: regularizers and the like are copied too."""
 
 import random
 
@@ -194,7 +194,7 @@ def test_frozen_weights_and_float32_outputs_are_copied(make):
 
 
 class Growing(layers.Layer):
-    """A layer that gets a weight by a method of its own, of which no configuration says."""
+    """A layer that gets a weight by a method of its own, which is not in its configuration."""
 
     def grow(self):
         self._tracker.unlock()

@@ -57,7 +57,7 @@ def test_all_but_sgd_get_masters_or_a_warning(name, dtype):
 
 
 class Own(keras.optimizers.Optimizer):
-    """An optimizer of a user's, of which nothing is known."""
+    """A user's optimizer, which tfamp does not know."""
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, keras.ops.cast(learning_rate, variable.dtype) * gradient)

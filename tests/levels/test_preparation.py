@@ -28,7 +28,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def predict(model):
-    """What an eager call returns; that of `model.predict` is in test_preparation_fit."""
+    """Returns the result of an eager call; test_preparation_fit has `model.predict`."""
     return np.asarray(model(X))
 
 
@@ -368,13 +368,22 @@ def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path, monkeypatch):
     # What is given to the call wins.
     _, optimizer = tfamp.prepare(KINDS["sequential"](), "sgd", config=values, loss_scale=8)
     assert float(optimizer.loss_scale) == 8.0
-    # Variables of the environment that look like tfamp's are not taken, and warned of.
+
+
+def test_unknown_environment_variables_are_ignored_with_a_warning(monkeypatch):
     monkeypatch.setenv("TFAMP_LEVEL", "O0")
-    given = {"config": {"level": "O1"}, "dtype": "bfloat16"}
-    for more, level in (({}, "O1"), ({"level": "O2"}, "O2")):
-        with pytest.warns(tfamp.TfampWarning, match="'TFAMP_LEVEL' is not one of tfamp's.*config="):
-            prepared = tfamp.prepare(KINDS["sequential"](), **given, **more)
-        assert prepared.settings.level == level
+    monkeypatch.setenv("TFAMP_CACHE", "off")
+    calls = [
+        lambda: tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}, dtype="bfloat16"),
+        lambda: tfamp.rewrite(tf.tanh, dtype="bfloat16"),
+        lambda: tfamp.set_global_policy("float32"),
+    ]
+    made = []
+    for call in calls:
+        with pytest.warns(tfamp.TfampWarning, match="'TFAMP_LEVEL' is not one of.*config=") as seen:
+            made.append(call())
+        assert len(seen) == 1
+    assert made[0].settings.level == "O1"
 
 
 def test_a_wrapped_optimizer_is_not_wrapped_again():

@@ -1,5 +1,7 @@
 """Prepared models in `fit`, `predict` and custom loops: state kept, graphs rewritten."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import op_dtypes
 from helpers.level_models import compiled, data, trained
+from helpers.replicas import halves
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 
@@ -27,14 +30,14 @@ def predict(model):
 
 
 def assert_computed_low(values, expected):
-    """Products of bfloat16 made these values, which are near those of float32 and not the same."""
+    """Asserts that bfloat16 products made these values: close to float32's and not equal."""
     assert (values != expected).any()
     np.testing.assert_allclose(values, expected, atol=4 * tolerance("bfloat16", depth=64))
 
 
 @pytest.fixture(scope="module")
 def going_on() -> dict[str, list]:
-    """What float32 predicts after two steps, and its losses in the two that follow."""
+    """Predictions of float32 after two steps, and the losses of two more steps."""
     model = trained("sequential")
     return {"predicted": predict(model), "losses": fit(model)}
 
@@ -115,13 +118,41 @@ def test_o1_in_every_way_to_fit(arguments):
 
 
 @pytest.mark.slow
-def test_o1_on_several_replicas_casts_op_by_op_and_says_so(two_replicas):
+def test_o1_rewrites_the_graph_of_all_replicas_as_that_of_one_device(two_replicas):
     with two_replicas.scope():
-        model = compiled("sequential")
-    tfamp.prepare(model, level="O1", dtype="bfloat16")
-    with pytest.warns(tfamp.TfampWarning, match=r"settings\.rewrite"):
-        losses = fit(model)
-    assert np.isfinite(losses).all()
+        model = compiled("sequential", "sgd")
+    alone, exact = compiled("sequential", "sgd"), compiled("sequential", "sgd")
+    plans, losses = [], []
+    for each, strategy, split in (
+        (model, two_replicas, functools.partial(halves, two_replicas)),
+        (alone, tf.distribute.get_strategy(), tf.constant),
+    ):
+        prepared = tfamp.prepare(each, level="O1", dtype="bfloat16")
+        batch = split(X[:8]), split(Y[:8])
+        each.layers[1].trainable = False  # Its statistics would be of half a batch.
+        losses.append(fit(each))
+        step = functools.partial(strategy.run, each.train_step)
+        found = op_dtypes(lambda *batch, step=step: step(args=(batch,)), *batch)
+        assert found["Conv2D"] == found["MatMul"] == found["FusedBatchNormV3"] == {"bfloat16"}
+        assert found.get("CollectiveReduceV2", {"float32"}) == {"float32"}
+        fast = prepared.settings.rewrite(lambda *batch, step=step: step(args=(batch,)))
+        plans.append(fast.plan(*batch).summary)
+    assert (plans[0].low_nodes, plans[0].casts) == (2 * plans[1].low_nodes, 2 * plans[1].casts)
+    bound = tolerance("bfloat16", depth=64)
+    np.testing.assert_allclose(*losses, rtol=4 * bound)
+    np.testing.assert_allclose(predict(model), predict(alone), atol=4 * bound)
+    exact.set_weights(alone.get_weights())
+    assert_computed_low(predict(model), predict(exact))
+    model.jit_compile = True  # Then Keras compiles the step of each replica by itself.
+    model.predict_function = None
+    assert_computed_low(predict(model), predict(exact))
+    model.jit_compile = False
+    before = [weight.numpy() for weight in model.trainable_variables]
+    model.fit(np.append(X[:7], np.nan + X[:1], 0), Y[:8], batch_size=8, verbose=0, shuffle=False)
+    assert (int(model.optimizer.iterations), int(model.optimizer.skipped_steps)) == (2, 1)
+    for old, weight in zip(before, model.trainable_variables, strict=True):
+        for copy in two_replicas.experimental_local_results(weight.value):
+            np.testing.assert_array_equal(copy, old)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What was measured, by a measurement that takes no time and finds SLOW."""
+    """The measurements, each of which takes no time and finds SLOW."""
     calls = []
 
     def measure():

@@ -59,17 +59,10 @@ def test_a_disabled_autocast_takes_any_float_dtype(a):
         tfamp.autocast("int32", enabled=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"enabled": "yes"}, "enabled must be True or False; got 'yes'"),
-        ({"cache_casts": "yes"}, "cache_casts must be True or False; got 'yes'"),
-        ({"op_lists": {"MatMul"}}, "op_lists must be a tfamp.OpLists; got "),
-    ],
-)
-def test_flags_must_be_bools_and_op_lists_op_lists(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        tfamp.autocast("bfloat16", **arguments)
+@pytest.mark.parametrize("name", ["enabled", "cache_casts", "op_lists"])
+def test_flags_must_be_bools_and_op_lists_op_lists(name):
+    with pytest.raises(TypeError, match=f"{name} must be .*; got 'yes'"):
+        tfamp.autocast("bfloat16", **{name: "yes"})
 
 
 @pytest.mark.parametrize("bfloat16", [True, False])

@@ -175,14 +175,3 @@ def test_wide_and_sparse_gradients(two_replicas, monkeypatch):
     assert sent.pop(wide_values) == {"float64"}
     assert sent.pop(flag) == {"float32"}
     assert sent == {indices: {"int32"}}
-
-
-def test_config_round_trip_and_wrong_values():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), aggregate_in_float16=True)
-    assert tfamp.LossScaleOptimizer.from_config(optimizer.get_config()).aggregate_in_float16
-    for name in ("aggregate_in_float16", "master_weights"):
-        with pytest.raises(TypeError, match=f"{name} must be True or False; got 16"):
-            tfamp.LossScaleOptimizer(keras.optimizers.SGD(), **{name: 16})
-    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="GradientAccumulator"):
-        tfamp.LossScaleOptimizer(accumulating, aggregate_in_float16=True)

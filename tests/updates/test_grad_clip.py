@@ -55,8 +55,9 @@ def test_optimizer_takes_every_form_and_refuses_something_else_and_a_second_accu
     with pytest.raises(TypeError, match="grad_clip must be a GradClip"):
         make("2")
     accumulating = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"every micro-batch.*GradientAccumulator"):
-        tfamp.LossScaleOptimizer(accumulating, grad_clip=1.0)
+    for argument in ({"grad_clip": 1.0}, {"aggregate_in_float16": True}):
+        with pytest.raises(ValueError, match=r"every micro-batch.*GradientAccumulator"):
+            tfamp.LossScaleOptimizer(accumulating, **argument)
 
 
 def apply(optimizer, gradients, traced, unscale=False):

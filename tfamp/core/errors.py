@@ -1,7 +1,7 @@
 """Error and warning classes of tfamp; a leaf module that imports nothing.
 
-Bad arguments are `ValueError` or `TypeError`, as everywhere in Python. The classes here are for
-what is particular to tfamp, so that a program can catch or filter them by name.
+Bad arguments are `ValueError` or `TypeError`, as everywhere in Python. The classes here are
+specific to tfamp, so that a program can catch or filter them by name.
 """
 
 
@@ -43,7 +43,7 @@ class UnsupportedBackendError(TfampError, RuntimeError):
 
 
 class TfampWarning(UserWarning):
-    """Base class of every warning tfamp gives, so that one filter reaches them all.
+    """Base class of all warnings of tfamp, so that one filter reaches them all.
 
     Example:
         >>> import warnings, tfamp
@@ -73,7 +73,7 @@ class RewriteError(TfampError):
 class SavedModelError(TfampError):
     """A SavedModel cannot be read, rewritten or written; the message names the directory.
 
-    Nothing was written where there was nothing, and what was there is as it was.
+    Nothing was written, and an existing destination is unchanged.
 
     Example:
         >>> import tfamp
@@ -85,7 +85,7 @@ class SavedModelError(TfampError):
 
 
 class NothingConvertedWarning(TfampWarning):
-    """A graph was rewritten and no op of it computes in low precision: it is as it was.
+    """A graph was rewritten, and none of its ops computes in low precision: it is unchanged.
 
     Example:
         >>> import warnings, tfamp
@@ -97,7 +97,7 @@ class SkippedStepsError(TfampError):
     """Training was stopped because too many steps in a row were skipped.
 
     The message names the first variable whose gradient was not finite. Skipped steps change no
-    weight, so the model is as the last finite step left it.
+    weight, so the model is in the state after the last finite step.
 
     Example:
         >>> import tfamp

@@ -6,22 +6,25 @@ import dataclasses
 import difflib
 import math
 import numbers
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from tfamp.core.dtypes import float_format
+from tfamp.core.errors import TfampWarning
 
 _Options = TypeVar("_Options")
 
-# What may decide which nodes of a graph are converted, of those that are safe.
+# Ways to select the nodes to convert among the safe ones.
 PLACEMENTS = ("min_cut", "lists", "fused")
 
 
 def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:
     """Returns `value` as a float after checking that it is a finite number within bounds.
 
-    `bounds` says with "[" or "(", and "]" or ")", whether each bound itself is allowed.
+    In `bounds`, "[" and "]" include a bound, "(" and ")" exclude it.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}.")
@@ -58,7 +61,7 @@ SLOTS = ("bfloat16", "float16", "float32")
 
 
 def checked_word(name: str, value: Any, words: Iterable[str]) -> str:
-    """Returns the one of some words that `value` is, whatever its capitals."""
+    """Returns the word that equals `value`, ignoring case."""
     expected = f"{name} must be one of {', '.join(map(repr, words))}"
     if not isinstance(value, str):
         raise TypeError(f"{expected}; got {value!r} of type {type(value).__name__}.")
@@ -69,7 +72,7 @@ def checked_word(name: str, value: Any, words: Iterable[str]) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns the known name that is spelled most like a name; "" where none is known."""
+    """Returns the known name with the most similar spelling; "" without known names."""
     lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
     return lower[found[0]] if found else ""
@@ -78,10 +81,10 @@ def nearest(name: object, known: Iterable[str]) -> str:
 def from_mapping(
     kind: type[_Options], what: str, values: Any, names: Mapping[str, str] | None = None
 ) -> _Options:
-    """Makes a dataclass of a dict, such as a configuration file holds.
+    """Makes a dataclass from a dict, such as a configuration file holds.
 
-    `names` maps the keys to fields, where other keys than the fields are known. An error says
-    `what` was read, and which key is unknown, missing, or the second one for its field.
+    `names` maps keys to fields if they differ. An error names `what` was read, and the key that is
+    unknown, missing, or the second one for its field.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
@@ -122,7 +125,7 @@ def resolve_weight_rounding(
             f"weight_rounding={rounding!r} is there so that low weights need no float32 masters; "
             "got master_weights=True too. Leave one of the two out."
         )
-    # Split weights are float32 masters; what is kept for masters is float32 too.
+    # Split weights are float32 masters, whose slots are float32 too.
     default = "float32" if rounding == "split" else "bfloat16"
     return rounding, default if slots is None else checked_word("slots", slots, SLOTS)
 
@@ -149,13 +152,13 @@ def checked_backoff_factor(value: Any) -> float:
 class FixedLossScale:
     """A loss scale that never changes.
 
-    Use it where the right scale is known, or for bit-reproducible comparisons. MindSpore calls it
-    `FixedLossScaleManager`; its `drop_overflow_update=False` is `skip_nonfinite=False`.
+    Use it if the right scale is known, or for bit-reproducible comparisons. MindSpore calls it
+    `FixedLossScaleManager`, and `skip_nonfinite=False` is its `drop_overflow_update=False`.
 
     Args:
         scale: The factor the loss is multiplied by, positive and finite.
-        skip_nonfinite: Whether a step whose gradients hold an inf or NaN is skipped. With False
-            such a step is applied as it is and can write inf or NaN into the weights.
+        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. With False it
+            is applied and can write inf or NaN into the weights.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -175,7 +178,7 @@ class FixedLossScale:
 
     @property
     def initial_scale(self) -> float:
-        """The scale training starts with, which is the scale."""
+        """The scale at the start of training, which is the scale."""
         return self.scale
 
 
@@ -183,19 +186,18 @@ class FixedLossScale:
 class DynamicLossScale:
     """A loss scale that backs off after an overflow and grows after a run of good steps.
 
-    The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), as TensorFlow and
-    PyTorch ship it, with a floor and a ceiling that neither of them has in full, and with
-    hysteresis.
+    The rule follows Micikevicius et al., "Mixed Precision Training" (2018), as in TensorFlow and
+    PyTorch, with a floor, a ceiling and hysteresis.
 
     Args:
-        initial_scale: Scale of the first step. Too high costs a few skipped steps, too low costs
-            gradients flushed to zero until it has grown, so a high value is the better guess.
+        initial_scale: Scale of the first step. If it is too high, a few steps are skipped; if it is
+            too low, gradients are flushed to zero until it has grown. Prefer a high value.
         growth_factor: Factor the scale is multiplied by after `growth_steps` finite steps in a
             row; greater than 1.
         backoff_factor: Factor the scale is multiplied by after an overflow; between 0 and 1.
         growth_steps: Number of finite steps in a row before the scale grows.
-        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; the ones
-            before only skip their step. A finite step starts the count again.
+        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; earlier ones
+            only skip their step. A finite step resets the count.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
 
@@ -241,7 +243,7 @@ class DynamicLossScale:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Always True: a dynamic scale skips every step that has a non-finite gradient."""
+        """Always True: a dynamic scale skips every step with a non-finite gradient."""
         return True
 
 
@@ -251,7 +253,7 @@ LossScale = FixedLossScale | DynamicLossScale
 def resolve_loss_scale(
     loss_scale: LossScale | float | None, dynamic: bool, built: DynamicLossScale
 ) -> LossScale:
-    """Turns an optimizer's arguments into the one rule they mean."""
+    """Resolves an optimizer's arguments to one rule."""
     checked_flag("dynamic", dynamic)
     if loss_scale is None:
         return built if dynamic else FixedLossScale(built.initial_scale)
@@ -267,9 +269,9 @@ def resolve_loss_scale(
 
 # ---- The state of a loss scale -------------------------------------------------------------------
 
-# The same few lines serve `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and
-# plain numbers: the caller passes the array library that does the arithmetic. Nothing here branches
-# in Python on a tensor, so a step never waits for the device.
+# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share this
+# code: the caller passes the array library. Nothing here branches in Python on a tensor, so a step
+# never waits for the device.
 #
 #     finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
 #     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor (at least
@@ -277,7 +279,7 @@ def resolve_loss_scale(
 
 
 class LossScaleState(NamedTuple):
-    """Everything that changes from step to step; each field a scalar, tensor or plain number.
+    """The state that changes from step to step; each field is a scalar tensor or a plain number.
 
     Attributes:
         scale: The loss scale, float32.
@@ -293,16 +295,16 @@ class LossScaleState(NamedTuple):
 
 
 def initial_state(rule: LossScale) -> LossScaleState:
-    """The state training starts with, in plain Python numbers."""
+    """Returns the state at the start of training, in plain Python numbers."""
     return LossScaleState(rule.initial_scale, 0, 0, 0)
 
 
 def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
-    """The state after one step, whose gradients were all `finite` or not.
+    """Returns the state after one step, whose gradients were all `finite` or not.
 
     `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can change
-    after tracing. `xp` is the array library of `state` and `finite`: `keras.ops` or `numpy`, for
-    example; it needs `where`, `minimum` and `maximum`.
+    after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops` or
+    `numpy`; it needs `where`, `minimum` and `maximum`.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state
@@ -315,11 +317,11 @@ def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossSc
 
 def _rescaled(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
     good_steps = xp.where(finite, state.good_steps + 1, 0)
-    # ">=", not "==": a growth interval made shorter than the count still takes effect.
+    # ">=", not "==": an interval that is shortened below the count still takes effect.
     grows = good_steps >= rule.growth_steps
     backs_off = state.consecutive_skipped_steps >= rule.hysteresis
     factor = xp.where(grows, rule.growth_factor, xp.where(backs_off, rule.backoff_factor, 1.0))
-    # Both bounds on every step: a scale restored from elsewhere is brought back into range too.
+    # Both bounds on every step: they also apply to a scale restored from elsewhere.
     scale = xp.maximum(xp.minimum(state.scale * factor, rule.max_scale), rule.min_scale)
     return state._replace(scale=scale, good_steps=xp.where(grows, 0, good_steps))
 
@@ -331,15 +333,15 @@ def _rescaled(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossSca
 class GradClip:
     """Clips the gradients of a step, all together, to a norm.
 
-    Where the norm of all gradients, taken as one long vector, is greater than `max_norm`, all are
-    multiplied by the same factor that makes it `max_norm`. It is the norm of what is applied: after
-    unscaling and, on several replicas, of the gradients summed over the replicas.
+    If the norm of all gradients, as one long vector, is greater than `max_norm`, all are multiplied
+    by the factor that makes it `max_norm`. The norm is taken after unscaling and, on several
+    replicas, after the sum over the replicas.
 
     Source: `torch.nn.utils.clip_grad_norm_`, and `grad_clip` in mmdetection's configurations.
 
     Args:
-        max_norm: The greatest norm that is left as it is; positive, in units of the loss over
-            those of the weights.
+        max_norm: The greatest norm that is not clipped; positive, in units of the loss over the
+            weights' units.
         norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf") for
             the greatest magnitude.
 
@@ -361,10 +363,10 @@ class GradClip:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GradClip:
-        """Makes one of a dict, such as a configuration file holds.
+        """Makes a GradClip from a dict, such as a configuration file holds.
 
         Args:
-            values: `max_norm` and, if wanted, `norm_type`.
+            values: `max_norm` and, optionally, `norm_type`.
 
         Returns:
             The same as the class called with the values.
@@ -380,7 +382,7 @@ class GradClip:
         return from_mapping(cls, "grad_clip", values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as `from_dict` takes them, of types that JSON and TOML have.
+        """Returns the fields for `from_dict`, as types that JSON and TOML have.
 
         Example:
             >>> GradClip(1.0, norm_type=float("inf")).to_dict()
@@ -397,7 +399,7 @@ def _checked_norm_type(value: Any) -> float:
 
 
 def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> GradClip | None:
-    """Returns what an argument named `grad_clip` means."""
+    """Returns the `GradClip` of an argument named `grad_clip`."""
     if value is None or isinstance(value, GradClip):
         return value
     if isinstance(value, Mapping):
@@ -408,3 +410,20 @@ def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> Gra
         "grad_clip must be a GradClip, a dict such as {'max_norm': 1.0}, a number or None; got "
         f"{value!r} of type {type(value).__name__}."
     )
+
+
+# The environment variables that tfamp reads: `rewriting.tuning` and `machine.hardware`.
+_VARIABLES = ("TFAMP_CACHE", "TFAMP_PROFILE")
+
+
+def warn_of_unknown_variables() -> None:
+    """Warns about environment variables that only look like tfamp's, each once per process."""
+    for variable in os.environ:
+        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
+            warnings.warn(
+                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
+                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
+                "config=, a dict or the path of a file.",
+                TfampWarning,
+                stacklevel=1,
+            )

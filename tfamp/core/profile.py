@@ -1,9 +1,9 @@
-"""What a machine computes per second in each dtype, as a value; framework-free.
+"""The speed of a machine in each dtype, as a value; framework-free.
 
-The built-in profiles let a plan be made without a measurement, and made again with the same result.
-Those of CPUs were measured, as `tfamp.machine.profile_measure` does; those of GPUs and TPUs, and of
-CPUs that compute float16, are estimates from makers' data sheets. A placement depends on ratios
-only: of the dtypes, and of arithmetic, memory and overhead.
+The built-in profiles allow reproducible plans without a measurement. The figures for CPUs were
+measured, as by `tfamp.machine.profile_measure`; the figures for GPUs and TPUs, and for CPUs with
+float16 arithmetic, are estimates from data sheets. A placement depends on ratios only: between
+dtypes, and between arithmetic, memory and overhead.
 """
 
 from __future__ import annotations
@@ -16,30 +16,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Convolutions have their gradients by input and by filter beside them: on CPUs these have float16
-# kernels of another kind. "special" is what takes longer per element than a sum or a product:
-# softmax, pooling, batch normalization and so on.
-KINDS = ("matmul", "conv", "conv_input", "conv_filter", "elementwise", "special")
+# Gradients of convolutions are a separate kind: on CPUs oneDNN has no float16 kernels for them.
+KINDS = ("matmul", "conv", "conv_gradient", "elementwise")
 _DEVICES = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """How fast a machine is in each dtype; what a placement by minimum cut goes by.
+    """How fast a machine is in each dtype; a minimum-cut placement depends on it.
 
     Args:
         name: Name for people.
-        peaks: For each kind of op ("matmul", "conv", "conv_input", "conv_filter", "elementwise",
-            "special") and each dtype ("float32", "bfloat16", "float16") the floating-point
-            operations, or elements, per second.
+        peaks: For each kind of op ("matmul", "conv", "conv_gradient", "elementwise") and each dtype
+            ("float32", "bfloat16", "float16") the floating-point operations, or elements, per
+            second.
         bandwidth: Bytes per second that an op reads and writes.
         cast_bandwidth: The same for a Cast.
         op_overhead: Seconds that every op takes in addition.
-        least_gain: Seconds that a placement must save over the lists' one to be used instead.
-        ops: The same as `peaks` for single op types, which then do not count by their kind:
-            kernels of an error function or of a depthwise convolution are like no others. A form
-            of an op that has kernels of its own is written behind it, as in
-            "DepthwiseConv2dNativeBackpropInput strided".
+        least_gain: Seconds that a placement must save over the lists' placement to replace it.
+        ops: The same as `peaks` for single op types with unusual kernels, such as error functions
+            and depthwise convolutions; it overrides their kind. The name of a form with kernels of
+            its own follows the op type, as in "DepthwiseConv2dNativeBackpropInput strided".
 
     Raises:
         ValueError: A kind or a dtype is missing or unknown, or a number is not positive and finite.
@@ -120,9 +117,9 @@ def builtin_profile(
         device: "cpu", "gpu" or "tpu".
         bfloat16: Whether it multiplies bfloat16 natively.
         float16: The same for float16; None stands for what is usual: GPUs do.
-        name: A GPU's name. There are figures for the T4, V100, A100, A10G, L4, L40S, H100, H200,
-            GH200, B200, GB200 and the series GeForce RTX 30, 40 and 50; any other counts as an
-            A100, or as a V100 if it does not multiply bfloat16.
+        name: The name of a GPU. There are figures for the T4, V100, A100, A10G, L4, L40S, H100,
+            H200, GH200, B200, GB200 and the series GeForce RTX 30, 40 and 50; any other counts as
+            an A100, or as a V100 if it does not multiply bfloat16.
         tf32: Whether a GPU that can multiplies float32 as TensorFloat-32.
 
     Returns:
@@ -181,13 +178,13 @@ def _gpu_profile(name: str, native: Mapping[str, bool], tf32: bool) -> MachinePr
 
 
 def _pattern(key: str) -> str:
-    """What a GPU's name holds: "L4" is not in "L40S", and Quadro RTX 4000 is no GeForce RTX 40."""
+    """Matches names of GPUs: L4 does not match "L40S", nor RTX 40 "Quadro RTX 4000"."""
     return rf"\bGeForce {key}\d\d\b" if key.startswith("RTX") else rf"\b{key}(?!\d)"
 
 
 def _reached(product: float, other: float) -> dict[str, float]:
-    """What kernels reach of a GPU's peaks, in products and in other arithmetic, per second."""
-    return _by_kind(*[0.4e12 * product] * 4, 0.5e12 * other, 0.25e12 * other)
+    """Operations per second that kernels reach in products and in other arithmetic."""
+    return _by_kind(*[0.4e12 * product] * 3, 0.5e12 * other)
 
 
 def _names(native: Mapping[str, bool]) -> str:
@@ -196,7 +193,7 @@ def _names(native: Mapping[str, bool]) -> str:
 
 
 def cpu_ops(peaks: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns the speeds of op types that a CPU with these peaks computes unlike their kind."""
+    """Returns the speeds of op types whose speed on a CPU differs from their kind's."""
     ops = {}
     for kind, rows in _CPU_OPS.items():
         for op, (speed, *ratios) in rows.items():
@@ -213,12 +210,12 @@ def _by_kind(*values: float) -> dict[str, float]:
     return dict(zip(KINDS, values, strict=True))
 
 
-# About what a GPU takes from the end of a kernel to the start of the next, however small they are.
+# About the time from the end of a kernel on a GPU to the start of the next, however small they are.
 _LAUNCH = 2e-6
-# A gain of fewer seconds is less than a table like this one can tell, and small graphs come out
-# the same on every machine. On a CPU that is about what TensorFlow takes to run the ops of a small
-# step, whatever they compute. A GPU computes while TensorFlow does that: there it is ten launches,
-# as many as compilers may save by fusing Casts with what is next to them.
+# A smaller gain in seconds is within the error of these figures, and small graphs get the same
+# placement on every machine. On a CPU it is about the time in which TensorFlow dispatches the ops
+# of a small step. A GPU computes meanwhile: there it is ten launches, as many as compilers may save
+# by fusing Casts with their neighbours.
 _LEAST_GAIN = {"cpu": 1e-3, "gpu": 10 * _LAUNCH, "tpu": 10 * _LAUNCH}
 
 
@@ -227,13 +224,13 @@ class _Gpu:
     """A GPU's peaks without sparsity: 10^12 operations a second, and 10^12 bytes."""
 
     float32: float
-    low: float  # On Tensor Cores, added up in float32.
+    low: float  # On Tensor Cores, accumulated in float32.
     bandwidth: float
     tf32: float = 0.0
 
 
-# By what GPUs' names hold; the figures are those of NVIDIA's data sheets and, for GeForce, of its
-# white papers on each architecture, without sparsity, which doubles those of the Tensor Cores.
+# By parts of GPU names. The figures are from NVIDIA's data sheets and, for GeForce, its white
+# papers on each architecture, without sparsity, which doubles the rates of the Tensor Cores.
 _GPUS = {
     "T4": _Gpu(8.1, 65, 0.32),
     "V100": _Gpu(15.7, 125, 0.9),  # SXM2
@@ -246,7 +243,7 @@ _GPUS = {
     "GH200": _Gpu(67, 989.5, 4.0, tf32=494.5),  # 96 GB
     "B200": _Gpu(75, 2250, 7.7, tf32=1100),  # One of an HGX
     "GB200": _Gpu(80, 2500, 8.0, tf32=1250),  # One of the two
-    # A series has about the same ratios; these are its largest.
+    # A series has about the same ratios; the figures are for its largest GPU.
     "RTX 30": _Gpu(35.6, 71, 0.936, tf32=35.6),  # 3090
     "RTX 40": _Gpu(82.6, 165.2, 1.008, tf32=82.6),  # 4090
     "RTX 50": _Gpu(104.8, 209.5, 1.792, tf32=104.8),  # 5090
@@ -255,56 +252,54 @@ _GPUS = {
 # In float32: operations per second, bytes per second of ops and of Casts, seconds an op takes.
 _BASES = {
     # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger than the caches.
-    "cpu": (_by_kind(100e9, 90e9, 80e9, 70e9, 2.2e9, 0.9e9), 10e9, 10e9, 0.3e-6),
-    # A TPU v4; float32 takes several passes through units of bfloat16. Its compiler fuses Casts.
-    "tpu": (_by_kind(92e12, 92e12, 92e12, 92e12, 4e12, 2e12), 1.2e12, 4e12, 0.2e-6),
+    "cpu": (_by_kind(100e9, 90e9, 75e9, 2.2e9), 10e9, 10e9, 0.3e-6),
+    # A TPU v4; float32 takes several passes through bfloat16 units. Its compiler fuses Casts.
+    "tpu": (_by_kind(92e12, 92e12, 92e12, 4e12), 1.2e12, 4e12, 0.2e-6),
 }
-# Operations per second in a low dtype over those in float32: where it is native, or by dtype where
-# it is not.
+# Speed in a low dtype over the speed in float32: where the dtype is native, or by dtype where it is
+# not.
 _RATIOS = {
-    ("cpu", "native"): _by_kind(2.1, 1.8, 1.8, 1.6, 0.7, 0.85),
-    # With oneDNN kept from using AVX512-BF16.
-    ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.46, 0.7, 0.85),
-    # The gradients of float16 convolutions have no kernel of oneDNN's.
-    ("cpu", "float16"): _by_kind(0.93, 0.9, 0.12, 0.14, 1.1, 0.6),
-    ("tpu", "native"): _by_kind(3, 3, 3, 3, 2, 2),
-    ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1, 1, 1),
-    ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
+    ("cpu", "native"): _by_kind(2.1, 1.8, 1.7, 0.7),
+    # With AVX512-BF16 disabled in oneDNN.
+    ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.7),
+    # oneDNN has no kernels for gradients of float16 convolutions.
+    ("cpu", "float16"): _by_kind(0.93, 0.9, 0.13, 1.1),
+    ("tpu", "native"): _by_kind(3, 3, 3, 2),
+    ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1),
+    ("tpu", "float16"): _by_kind(1, 1, 1, 1),
 }
 
 # Forms of depthwise convolutions: filters of more than 3 x 3; strides of more than 1.
 WIDE, STRIDED = "wide", "strided"
 
-# Kind -> op types that CPUs compute at other speeds than their kind. Speeds in float32, in 10^9
-# elements or operations per second, to go with the base; in parts of them bfloat16 and float16.
+# Reductions over channels or windows.
+_SLOW_OPS = (
+    *("AvgPool", "AvgPoolGrad", "MaxPool", "MaxPoolGrad", "LogSoftmax", "Softmax"),
+    *("FusedBatchNormV3", "FusedBatchNormGradV3", "_FusedBatchNormEx"),
+)
+# Kind -> op types whose speed on CPUs differs from their kind's: the speed in float32, in 10^9
+# elements or operations per second for the machine of `_BASES`, and bfloat16 and float16 over it.
 _CPU_OPS: dict[str, dict[str, tuple[float, float, float]]] = {
     "elementwise": {
-        "Elu": (0.5, 0.4, 0.4),
         "Erf": (0.7, 0.5, 0.8),
         "Erfc": (0.8, 0.14, 0.13),
         "Exp": (0.6, 0.6, 0.8),
         "Log": (0.4, 0.65, 0.3),
-        "Log1p": (0.3, 0.7, 0.95),
-        "Rsqrt": (1.7, 0.4, 0.9),
-        "Sigmoid": (0.5, 0.33, 0.55),
-        "Softplus": (0.13, 0.7, 0.65),
-        "Tanh": (0.9, 0.5, 0.9),
-        "RsqrtGrad": (1.9, 0.12, 0.4),
-        "SigmoidGrad": (2.1, 0.15, 0.5),
-        "TanhGrad": (2.2, 0.16, 0.5),
         "Pow": (0.04, 1.9, 1.9),
-        "RealDiv": (2.0, 0.42, 1.0),
+        "Rsqrt": (1.7, 0.4, 0.9),
+        "RsqrtGrad": (1.9, 0.12, 0.4),
+        "Sigmoid": (0.5, 0.33, 0.55),
+        "SigmoidGrad": (2.1, 0.15, 0.5),
         "SquaredDifference": (2.2, 0.2, 0.7),
-        "Mean": (2.6, 0.9, 0.5),
-        "Sum": (2.6, 0.9, 0.5),
+        "Tanh": (0.9, 0.5, 0.9),
+        "TanhGrad": (2.2, 0.16, 0.5),
+        **dict.fromkeys(_SLOW_OPS, (0.9, 0.85, 0.6)),
     },
     "conv": {"DepthwiseConv2dNative": (20, 1.4, 0.24)},
-    # In bfloat16 a strided one has no kernel of oneDNN's.
-    "conv_input": {
+    "conv_gradient": {
         "DepthwiseConv2dNativeBackpropInput": (14, 1.3, 0.2),
+        # oneDNN has no bfloat16 kernel for a strided one.
         f"DepthwiseConv2dNativeBackpropInput {STRIDED}": (8, 0.1, 0.2),
-    },
-    "conv_filter": {
         "DepthwiseConv2dNativeBackpropFilter": (13, 1.2, 1.0),
         f"DepthwiseConv2dNativeBackpropFilter {WIDE}": (5, 0.45, 1.0),
     },

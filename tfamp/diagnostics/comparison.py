@@ -1,12 +1,11 @@
 """`compare`: float32 against mixed precision, layer by layer.
 
-The model runs as it is, with its policies replaced while a run lasts: the same variables, nothing
-cloned. Every run starts from the same values of all variables, seeds included.
+The model itself runs, not a clone: only its policies are replaced during a run. Every run starts
+from the same values of all variables, seeds included.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import json
@@ -39,14 +38,14 @@ from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
-# Exceptions of a layer that cannot run in the low dtype on float32 inputs.
+# Raised by a layer that cannot run in the low dtype on float32 inputs.
 _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
-# A layer's own error counts for itself if it is that many times the largest of a layer in it.
+# A container's own error is not explained by its sublayers if it is so many times their largest.
 _OWN_FACTOR = 2.0
-# Each list that is tried is a run of the model.
+# Each tried list is a run of the model.
 _MOST_RUNS = 200
 
-# The list of a search and the error with it; None where no list is enough.
+# The list that a search found and the error with it; None without one.
 Found: TypeAlias = tuple[tuple[str, ...] | None, float | None]
 _Tensors: TypeAlias = list[np.ndarray[Any, Any]]
 
@@ -59,15 +58,15 @@ class ComparisonRow:
         layer: The layer's path.
         kind: Class of the layer.
         dtype: The dtype it computes in, in the mixed run.
-        relative_error: Of its outputs in the mixed run over those in the float32 run: the largest
-            difference over the largest magnitude. It holds all errors made up to there; inf where
-            a value is not finite that should be.
-        own_error: The same for this layer alone in the low dtype, on float32 inputs; None where it
-            computes in float32, or cannot be run so.
+        relative_error: Largest difference of its outputs between the mixed and the float32 run,
+            over their largest float32 magnitude. It includes the errors of all layers before; inf
+            if a value is not finite but is in float32.
+        own_error: The same with this layer alone in the low dtype, on float32 inputs; None if it
+            computes in float32 or cannot run on these.
         max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
-        calls: How many times it was called; the errors are the largest of all calls.
+        calls: Number of calls; the errors are the largest of all calls.
 
     Example:
         >>> row = ComparisonRow("dense", "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5)
@@ -98,12 +97,12 @@ class Comparison:
     Attributes:
         model: Name of the model.
         dtype: The low dtype.
-        rows: Its layers, in the order in which they ended.
+        rows: Its layers, in the order in which their calls ended.
         output_error: Relative error of the outputs in mixed precision.
-        bound: The bound that was asked for, or None.
-        keep_float32: The shortest list found of layers to keep in float32, with all that is in
-            them, that brings the output error under the bound. Empty where it is under the bound
-            already, and where no bound was asked for; None where no list brings it there.
+        bound: The given bound, or None.
+        keep_float32: The shortest list found of layers to keep in float32, with their sublayers,
+            that brings the output error under the bound. Empty if it is under the bound already or
+            no bound was given; None if no list brings it there.
         proved_error: The output error of a run with these layers in float32; None without a list.
 
     Example:
@@ -123,7 +122,7 @@ class Comparison:
 
     @property
     def worst(self) -> ComparisonRow | None:
-        """The row with the largest error of its own, the first one of equals; None without any."""
+        """The row with the largest own error, the first one of equals; None without any."""
         own = [row for row in self.rows if row.own_error is not None]
         return max(own, key=lambda row: row.own_error or 0.0, default=None)
 
@@ -185,29 +184,26 @@ def _number(value: float) -> str:
 def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None) -> Comparison:
     """Compares float32 with mixed precision, and finds the layers to keep in float32.
 
-    A Keras model runs eagerly, as in inference. It is called as if it had a mixed policy: layers
-    that compute in float16 or bfloat16 already do so in `dtype`; of a float32 model, all do but
-    those that a `tfamp.Policy` keeps float32. It is as before afterwards: weights, policies, moving
-    statistics and seeds.
+    A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that compute
+    in float16 or bfloat16 already do so in `dtype`; in a float32 model, all do except those that a
+    `tfamp.Policy` keeps float32. Weights, policies, moving statistics and seeds are restored.
 
-    With a bound, the layers with the largest errors of their own are kept in float32, as few as
-    are found to be enough: first more and more of them, then each that is not needed is taken out
-    again. The list that is returned was run.
+    With a bound, layers are kept in float32 in the order of their own errors until the output error
+    is under the bound; then each that is not needed is removed again. The returned list was run.
 
     Args:
         model: A Keras model or layer.
         x: Its input: arrays or tensors in the structure that the model takes.
         dtype: "float16" or "bfloat16"; None is the model's own low dtype, or what this machine
             multiplies natively.
-        bound: Largest relative error of the outputs that is wanted; None searches no list.
+        bound: Largest acceptable relative error of the outputs; None searches no list.
 
     Returns:
         The comparison. Errors are the largest difference over the largest float32 magnitude.
 
     Raises:
-        TypeError: `model` is not a model or a layer, or the bound is no number.
-        ValueError: The dtype is wrong, the bound is negative, or float32 gives nothing to compare
-            with: no example, or no finite output.
+        TypeError: `model` is not a model or a layer, or the bound is not a number.
+        ValueError: The dtype is wrong, the bound is negative, or no output is finite in float32.
 
     Example:
         >>> dense = keras.layers.Dense
@@ -223,8 +219,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(
-            f"compare takes a Keras model or layer; got {type(model).__name__}. Of a function, put "
-            "the parts to be compared into keras.layers.Layer subclasses, and these into a model."
+            f"compare takes a Keras model or layer; got {type(model).__name__}. Put the parts of a "
+            "function into keras.layers.Layer subclasses, and these into a model."
         )
     own = low_dtype_of(model)
     low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
@@ -256,7 +252,7 @@ class _Layer:
 
 
 class _Subject:
-    """A model with its float32 run, to compare others with."""
+    """A model with its float32 run, which other runs are compared with."""
 
     def __init__(self, model: Any, x: Any, dtype: str) -> None:
         self._model, self._x, self._dtype = model, x, dtype
@@ -267,7 +263,7 @@ class _Subject:
             for layer, name in policies_in(model, dtype)
             if policy_with(layer, "float32") is not None
         }
-        self._layers: dict[int, _Layer] = {}  # By `id`, in the order of their first ends.
+        self._layers: dict[int, _Layer] = {}  # By `id`, in the order in which first calls ended.
         self._is_alone = False
         with computing_in(model, "float32"):
             self.outputs = self._run(self._compare_alone)
@@ -281,7 +277,7 @@ class _Subject:
         found.calls.append(tensors)
         if tensors and (members := self._members(layer)):
             self._is_alone = True
-            # Random layers must go on with the numbers that they have in the other runs.
+            # Random layers must continue with the same numbers as in the other runs.
             with (
                 contextlib.suppress(*_REFUSALS),
                 unchanged(layer.non_trainable_variables),
@@ -307,17 +303,17 @@ class _Subject:
         return tuple(row for row in rows if row is not None), largest_error(outputs, self.outputs)
 
     def output_error(self, kept: Collection[str]) -> float:
-        """Runs in mixed precision with layers of some paths, and what is in them, in float32."""
+        """Runs in mixed precision with the layers of some paths in float32; returns the error."""
         with self._mixed(kept):
             return largest_error(self._run(), self.outputs)
 
     def suspects(self) -> list[str]:
-        """Returns the paths of the layers that are low, those with the largest own error first.
+        """Returns the paths of the low layers in descending order of their own errors.
 
-        A layer that holds others comes after these, unless its error is much larger than theirs.
+        A container comes after its sublayers unless its error is much larger than theirs.
         """
         scores: dict[int, float] = {}
-        for layer in reversed(layers_of(self._model)):  # Inner layers before those that hold them.
+        for layer in reversed(layers_of(self._model)):  # Sublayers before their container.
             own = (self._layers[id(layer)].own_error or 0.0) if id(layer) in self._layers else 0.0
             inner = [scores[id(each)] for each in layers_of(layer)[1:] if id(each) in scores]
             explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
@@ -327,13 +323,14 @@ class _Subject:
         return list(dict.fromkeys(map(layer_path, units)))
 
     def _members(self, layer: Any) -> list[tuple[Any, str]]:
-        """The layer and the layers in it that are low in a mixed run."""
+        """The layer and its sublayers, if they are low in a mixed run."""
         return [self._low[id(each)] for each in layers_of(layer) if id(each) in self._low]
 
     @contextlib.contextmanager
     def _mixed(self, kept: Collection[str]) -> Iterator[None]:
-        """Mixed precision with some layers, and what is in them, in float32."""
-        named = [x for x in layers_of(self._model) if _has_row(x) and layer_path(x) in kept]
+        """Mixed precision, but float32 for some layers and their sublayers."""
+        layers = filter(_has_row, layers_of(self._model))
+        named = [layer for layer in layers if layer_path(layer) in kept]
         float32 = {id(each) for layer in named for each in layers_of(layer)}
         low = [each for key, each in self._low.items() if key not in float32]
         with computing_in(self._model, "float32"), with_policies(low):
@@ -345,7 +342,7 @@ class _Subject:
             return _arrays(self._model(self._x, training=False))
 
     def _row(self, found: _Layer, mixed: list[_Tensors]) -> ComparisonRow | None:
-        """The row of a layer that returned as many tensors in both runs, at least in one call."""
+        """Returns a layer's row; None if no call returned as many tensors in both runs."""
         pairs = [(a, b) for a, b in zip(mixed, found.calls, strict=False) if b and len(a) == len(b)]
         if not pairs:
             return None
@@ -366,7 +363,7 @@ def _has_row(layer: Any) -> bool:
 
 
 def _arrays(value: Any) -> _Tensors:
-    """The float tensors in a structure that have values: none while a function is traced."""
+    """Returns the float tensors in a structure; none during tracing, when they have no values."""
     leaves = (leaf for leaf in keras.tree.flatten(value) if hasattr(leaf, "numpy"))
     arrays = map(np.asarray, map(keras.ops.convert_to_numpy, leaves))
     return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
@@ -376,7 +373,7 @@ def _arrays(value: Any) -> _Tensors:
 
 
 def relative_error(value: Any, reference: Any) -> float:
-    """Returns the largest difference over the largest magnitude of what is finite in the reference.
+    """Returns the largest difference over the largest magnitude, where the reference is finite.
 
     It is inf for another shape, and for a value that is not finite where the reference is.
     """
@@ -402,7 +399,7 @@ def largest_error(values: Sequence[Any], references: Sequence[Any]) -> float:
 
 
 def range_shares(values: Sequence[Any], dtype: str) -> dict[str, Any]:
-    """Returns `max`, `overflow` and `underflow` of some values, as a `ComparisonRow` has them."""
+    """Returns the fields `max`, `overflow` and `underflow` of a `ComparisonRow`."""
     limits = float_format(dtype)
     size = np.concatenate([np.zeros(0), *(np.abs(_float64(value)).ravel() for value in values)])
     count = max(size.size, 1)
@@ -427,10 +424,9 @@ def search_list(
 ) -> Found:
     """Searches for a short list of names to keep in float32 whose error is at most a bound.
 
-    The suspects are kept one after the other, the first ones first, until the error is low enough;
-    then each of them that is not needed is taken out again. The list is minimal: without any one of
-    its names the error is too large, unless the runs were used up before that was tried. A run with
-    the list proves it.
+    Twice as many suspects are kept each time until the error is low enough; then each that is not
+    needed is removed again. The list is minimal: without any one of its names the error is too
+    large, unless the number of runs ended the search. A last run with the list proves it.
     """
     errors: dict[frozenset[str], float] = {}
 
@@ -440,18 +436,16 @@ def search_list(
             errors[key] = error_of(key)
         return errors[key] <= bound
 
-    too_short, enough = 0, 0
+    enough = 0
     while not suffices(suspects[:enough]):
         if enough >= len(suspects):
             return None, None
-        too_short, enough = enough, 2 * enough or 1
-    counts = range(too_short + 1, enough)
-    count = bisect.bisect_left(counts, True, key=lambda n: suffices(suspects[:n]))
-    names = suspects[: too_short + 1 + count] if enough else suspects[:0]
+        enough = 2 * enough or 1
+    names = suspects[:enough]
     for name in reversed(names):
         fewer = [each for each in names if each != name]
         if fewer and len(errors) < _MOST_RUNS and suffices(fewer):
             names = fewer
-    # Of a random model an error of before may have been chance.
+    # In a random model an earlier error may have been chance.
     error = error_of(frozenset(names))
     return (tuple(names), error) if error <= bound else (None, None)

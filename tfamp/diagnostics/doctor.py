@@ -1,7 +1,7 @@
-"""`tfamp doctor`: what a machine computes fast, what "auto" stands for there, its known issues.
+"""`tfamp doctor`: native dtypes of a machine, the policy "auto", the profile, known issues.
 
-Known issues are bad combinations of hardware, versions and settings, each with its reason and its
-source: a table of pure rules over an `Environment`, which `read_environment` fills in.
+Known issues are bad combinations of hardware, versions and settings, each with a reason and a
+source: a table of pure rules over an `Environment`, which `read_environment` reads.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from tfamp.reports.tables import table_lines
 
 _PIP = "https://www.tensorflow.org/install/pip"
 _ISSUES = "https://github.com/tensorflow/tensorflow/issues"
+_KERNELS = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels"
+_PERSISTENT = "TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT"
 _REQUIREMENT = re.compile(r"^(nvidia-[\w-]+).*?>=\s*([\d.]+)")
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a machine computes natively and what follows from it; `tfamp doctor` prints it.
+    """Native dtypes of a machine, its policy "auto" and its profile; `tfamp doctor` prints them.
 
     Attributes:
         versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
             versions TensorFlow was built for, if it was.
         hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
-        policy: What the policy "auto" stands for here.
-        reason: Why.
-        profile: How fast the machine is in each dtype, which a rewrite's placement goes by.
-        profile_source: Where the profile comes from, in words: the built-in table, a file, the
-            cache, or a measurement made just now.
-        problems: What keeps tfamp from working here.
-        known_issues: What is known to go wrong, or to cost the speed-up, with these versions,
-            settings and devices; each a `KnownIssue` with reason, advice and source.
+        policy: The policy that "auto" resolves to.
+        reason: The reason for that policy.
+        profile: Speeds of the machine in each dtype, from which a rewrite estimates costs.
+        profile_source: Source of the profile, for people: the built-in table, a file, the cache, or
+            a new measurement.
+        problems: Settings with which parts of tfamp do not work.
+        known_issues: Versions, settings and devices that are known to fail or to be slow; each a
+            `KnownIssue` with reason, advice and source.
 
     Example:
         >>> report = device_report()
@@ -84,29 +86,26 @@ class DeviceReport:
         return "\n".join(table_lines(self._rows()))
 
     def _repr_html_(self) -> str:
-        # Without what makes an address of a source: the page refers to nothing.
+        # Notebooks link addresses, and the page must not refer to other pages.
         rows = [(name, text.replace("https://", "")) for name, text in self._rows()]
         title = f"This machine: auto is {self.policy}"
         return tables.fragment(title, tables.facts(rows))
 
     def _rows(self) -> list[tuple[str, str]]:
         machine, profile = self.hardware, self.profile
-        native = {"bfloat16": machine.cpu_bfloat16, "float16": machine.cpu_float16}
         rows = [*self.versions.items(), ("CPU", machine.cpu_model or "unknown model")]
-        rows += [(f"CPU {dtype}", _native(native[dtype])) for dtype in LOW_PRECISION]
+        rows += _native("CPU", bfloat16=machine.cpu_bfloat16, float16=machine.cpu_float16)
         for gpu in machine.gpus:
             capability = ".".join(map(str, gpu.capability or ("unknown",)))
             rows += [("GPU", f"{gpu.name}, compute capability {capability}")]
-        weakest = machine.weakest_gpu
-        if weakest is None:
-            rows += [("GPU", "none")]
+        if weakest := machine.weakest_gpu:
+            rows += _native("GPU", **{dtype: dtype in weakest.native for dtype in LOW_PRECISION})
         else:
-            rows += [(f"GPU {dtype}", _native(dtype in weakest.native)) for dtype in LOW_PRECISION]
+            rows += [("GPU", "none")]
         rows += [("TPU", "yes" if machine.tpu else "none")]
         rows += [("policy auto", self.policy), ("because", self.reason)]
         rows += [("profile", profile.name), ("from", self.profile_source)]
-        titles = "".join(f"{dtype:>10}" for dtype in LOW_PRECISION)
-        rows += [("speed", f"{titles}  over float32's")]
+        rows += [("speed", "".join(f"{dtype:>10}" for dtype in LOW_PRECISION) + "  over float32's")]
         for kind in KINDS:
             speeds = profile.peaks[kind]
             ratios = (speeds[dtype] / speeds["float32"] for dtype in LOW_PRECISION)
@@ -120,21 +119,21 @@ class DeviceReport:
         return rows
 
 
-def _native(is_native: bool) -> str:
-    return "native" if is_native else "not native"
+def _native(kind: str, **native: bool) -> list[tuple[str, str]]:
+    return [(f"{kind} {dtype}", "native" if native[dtype] else "not native") for dtype in native]
 
 
 def device_report() -> DeviceReport:
-    """Looks at this machine.
+    """Detects the hardware, resolves the policy "auto" and loads the machine profile.
 
-    The machine profile is measured in about two seconds, unless it is in the user's cache folder
-    already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
+    The profile is measured in about two seconds unless the user's cache folder has it. The
+    environment variable `TFAMP_PROFILE` selects another one; see `tfamp.rewrite`.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: TFAMP_PROFILE is neither "builtin", nor "measure", nor the file of a profile.
+        ValueError: TFAMP_PROFILE is not "builtin", "measure" or the file of a profile.
 
     Example:
         >>> print(device_report().to_text())
@@ -147,8 +146,7 @@ def device_report() -> DeviceReport:
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "python": platform.python_version(),
-        "cuda": build.get("cuda_version"),
-        "cudnn": build.get("cudnn_version"),
+        **{library: build.get(f"{library}_version") for library in ("cuda", "cudnn")},
     }
     profile, source = hardware.find_profile()
     policy, reason = hardware.automatic_policy(found)
@@ -173,13 +171,13 @@ def device_report() -> DeviceReport:
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """Something that is known to go wrong, or to cost the speed-up, on a machine set up like this.
+    """A known failure or slowdown on a machine with this set-up.
 
     Attributes:
-        name: Short name that does not change.
-        text: What it is here, and why.
+        name: Short, stable name.
+        text: The issue on this machine, and its reason.
         advice: What to do.
-        source: Where it is described: an address, or the command that measures it.
+        source: Address of a description, or the command that measures it.
     """
 
     name: str
@@ -194,58 +192,60 @@ class Environment:
 
     Attributes:
         hardware: CPU, GPUs and TPU.
-        tensorflow: TensorFlow's version.
         onednn: Whether TensorFlow may use oneDNN.
         cuda_build: Whether TensorFlow was built for CUDA.
         kernels: The targets of GPU kernels: "sm_80" for machine code of one generation,
             "compute_90" for code that later ones compile at first use.
         old_libraries: NVIDIA's Python packages that are older than TensorFlow requires.
-        nvidia_driver: Whether a driver for NVIDIA GPUs is there.
+        nvidia_driver: Whether a driver for NVIDIA GPUs is installed.
         tensor_float_32: Whether float32 matmuls may use TensorFloat-32.
+        nhwc_batch_norm: Whether cuDNN may normalize NHWC tensors in training as they are.
     """
 
     hardware: hardware.Hardware
-    tensorflow: str = "2.21.0"
     onednn: bool = True
     cuda_build: bool = False
     kernels: tuple[str, ...] = ()
     old_libraries: tuple[str, ...] = ()
     nvidia_driver: bool = False
     tensor_float_32: bool = True
+    nhwc_batch_norm: bool = True
 
 
 def read_environment(found: hardware.Hardware) -> Environment:
-    """Returns versions, settings and libraries of this process."""
+    """Reads the settings and libraries of this process."""
     build = tf.sysconfig.get_build_info()
     return Environment(
         hardware=found,
-        tensorflow=tf.__version__,
-        onednn=os.environ.get("TF_ENABLE_ONEDNN_OPTS", "").lower() not in ("0", "false"),
+        onednn=_flag("TF_ENABLE_ONEDNN_OPTS", default="1"),
         cuda_build=bool(build.get("is_cuda_build")),
         kernels=tuple(build.get("cuda_compute_capabilities") or ()),
         old_libraries=old_libraries(importlib.metadata.version),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         tensor_float_32=tf.config.experimental.tensor_float_32_execution_enabled(),
+        nhwc_batch_norm=_flag(_PERSISTENT, default="0"),
     )
 
 
+def _flag(name: str, *, default: str) -> bool:
+    return os.environ.get(name, default).lower() not in ("0", "false")
+
+
 def old_libraries(installed: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the NVIDIA packages older than TensorFlow requires, by a look-up of versions."""
-    old = []
-    try:
+    """Returns the NVIDIA packages older than TensorFlow requires; `installed` returns versions."""
+    old, not_installed = [], contextlib.suppress(importlib.metadata.PackageNotFoundError)
+    with not_installed:  # The package tensorflow, where tensorflow-cpu is installed.
         for match in map(_REQUIREMENT.match, importlib.metadata.requires("tensorflow") or ()):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            with not_installed:
                 if match and _version(version := installed(match[1])) < _version(match[2]):
                     old.append(f"{match[1]} {version} (at least {match[2]})")
-    except importlib.metadata.PackageNotFoundError:  # TensorFlow itself, as tensorflow-cpu.
-        return ()
     return tuple(old)
 
 
 def known_issues(environment: Environment) -> tuple[KnownIssue, ...]:
-    """Returns the known issues that an environment has; a pure function."""
+    """Returns the known issues of an environment; a pure function."""
     return tuple(
-        KnownIssue(name, text.format(found, e=environment), advice, source)
+        KnownIssue(name, text.format(found), advice, source)
         for name, (rule, text, advice, source) in RULES.items()
         if (found := rule(environment))
     )
@@ -261,23 +261,22 @@ def _gpu(e: Environment, has_issue: Callable[[hardware.Gpu], Any]) -> str | None
 
 
 def _without_machine_code(e: Environment) -> str | None:
-    """Describes the first GPU that kernels do not run on as they are."""
+    """Describes the first GPU for which TensorFlow has no machine code."""
     for gpu in e.hardware.gpus:
         if gpu.capability and e.kernels:
             major, minor = gpu.capability
-            # Same major version, no later minor one; code for exactly this generation is compiled
-            # once, without trouble.
+            # Machine code runs on the same major and a later minor version. PTX of exactly this
+            # version is compiled once.
             found = (re.match(rf"sm_{major}(\d)\D*$", kernel) for kernel in e.kernels)
             runs = any(int(match[1]) <= minor for match in found if match)
             if not runs and f"compute_{major}{minor}" not in e.kernels:
-                built = ", ".join(e.kernels)
-                text = f"{gpu.name} has compute capability {major}.{minor} and TensorFlow was built"
-                return f"{text} for {built}"
+                capability = f"{gpu.name} has compute capability {major}.{minor}"
+                return f"{capability} and TensorFlow was built for {', '.join(e.kernels)}"
     return None
 
 
-# Name of an issue -> a rule, the text about what the rule found, advice and source. A new one needs
-# a source, and a case in the tests.
+# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new issue
+# needs a source and a test case.
 RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     "gpu-not-seen": (
         lambda e: (
@@ -291,15 +290,14 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "old-cuda-libraries": (
         lambda e: e.hardware.gpus and ", ".join(e.old_libraries),
-        "Older than TensorFlow {e.tensorflow} was built for: {0}.",
-        "Reinstall with `pip install -U tensorflow[and-cuda]`; another package may have asked for "
+        "Older than this TensorFlow was built for: {0}.",
+        "Reinstall with `pip install -U tensorflow[and-cuda]`; another package may have required "
         "older ones.",
         f"{_ISSUES}/60913",
     ),
     "no-tensor-cores": (
         lambda e: _gpu(e, lambda gpu: gpu.lacks_tensor_cores),
-        "{0} has compute capability 7.5 but no Tensor Cores: float16 saves memory, not time, and "
-        "can be slower than float32.",
+        "{0} has no Tensor Cores: float16 saves memory, not time, and can be slower than float32.",
         "Stay with float32, or use float16 to save memory.",
         f"{_ISSUES}/44191",
     ),
@@ -311,13 +309,18 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "float16-sums": (
         lambda e: _gpu(e, lambda gpu: gpu.native == ("float16",)),
-        "TensorFlow's kernel for {0} adds float16 up in float16: keras.ops.sum of a low-precision "
-        "tensor overflows from 65520 on and rounds at every addition. Means have a float32 "
-        "accumulator.",
+        "On {0} TensorFlow sums float16 tensors in float16: keras.ops.sum overflows from 65520 on "
+        "and rounds at every addition. Means have a float32 accumulator.",
         "Cast to float32 before the sums of layers of your own, or train at level O1 or under "
         "tfamp.autocast, which keep sums in float32.",
-        "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/"
-        "reduction_gpu_kernels.cu.h",
+        f"{_KERNELS}/reduction_gpu_kernels.cu.h",
+    ),
+    "batch-norm-transposes": (
+        lambda e: not e.nhwc_batch_norm and _gpu(e, lambda gpu: gpu.native),
+        "On {0} training transposes NHWC inputs and outputs of low-precision BatchNormalization.",
+        f"Set {_PERSISTENT}=1 before Python starts. Compare losses: "
+        "the kernel that needs no transposes can overflow on large values.",
+        f"{_KERNELS}/fused_batch_norm_op.cc",
     ),
     "tensor-float-32": (
         lambda e: e.tensor_float_32 and _gpu(e, lambda gpu: "bfloat16" in gpu.native),

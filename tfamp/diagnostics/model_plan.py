@@ -1,4 +1,4 @@
-"""`model_report`: how much of a model a rewrite converts, what stays float32, and by which rule."""
+"""`model_report`: the ops of a model that a rewrite converts, and why others stay float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfamp.reports.tables import table_lines
 from tfamp.rewriting.function import rewrite
 from tfamp.rewriting.saved_model import inspect_saved_model
 
-# Keras raises these for an archive or a configuration that it cannot make a model of.
+# Keras raises these for a damaged archive or an unusable configuration.
 _KERAS_ERRORS = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError, BadZipFile)
 _HOW_TO_MEASURE = (
     "tfamp.tune(step, x, y) compares a step's times in float32 and low precision; for a compiled "
@@ -33,7 +33,7 @@ _HOW_TO_MEASURE = (
 
 
 class KeptOps(NamedTuple):
-    """Ops of one type that stay float32 by one rule, with the reason of the first of them."""
+    """Ops of one type that stay float32 by one rule, with the first op's reason."""
 
     op: str
     nodes: int
@@ -46,7 +46,7 @@ class ModelReport:
 
     Attributes:
         source: The path, or the model's name.
-        plan: The plan of `tfamp.rewrite`, for a SavedModel that of `tfamp.rewrite_saved_model`.
+        plan: The plan of `tfamp.rewrite`, or of `tfamp.rewrite_saved_model` for a SavedModel.
 
     Example:
         >>> import keras
@@ -61,7 +61,7 @@ class ModelReport:
 
     @property
     def float32_ops(self) -> tuple[KeptOps, ...]:
-        """Ops that take time and stay float32, those with the longest estimated time first."""
+        """Ops that take time and stay float32, in order of falling estimated time."""
         found: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
         for node in self.plan.nodes:
             if node.dtype != self.plan.dtype and node.op not in FREE_OPS:
@@ -92,7 +92,7 @@ def model_report(
     """Reports which ops of a model a rewrite converts, and which stay float32 and why.
 
     The model is not run. A `.keras` file is loaded with Keras's `safe_mode` on: no code in the
-    file runs, but the layers it names are built. A SavedModel is read, not loaded.
+    file runs, but its layers are built. A SavedModel is read, not loaded.
 
     Args:
         path_or_model: Directory of a SavedModel, a `.keras` file, a Keras model, or a function,

@@ -1,7 +1,7 @@
-"""Runs a Keras model as if it were in another dtype, and observes the calls of its layers.
+"""Runs a Keras model in another compute dtype, and observes the calls of its layers.
 
-The model keeps its variables and, once the run is over, its policies: nothing is cloned, so that
-any model will do, subclassed ones too.
+Nothing is cloned, so that subclassed models work too: the model keeps its variables, and gets its
+policies back at the end of a run.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tfamp.layers.layer_dtypes import can_be_raised, policy_with
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.policy import Policy
 
-# Gets a layer and a function that makes its call; returns the call's result.
+# Takes a layer and a function that calls it; returns the result of the call.
 Around: TypeAlias = Callable[[Any, Callable[[], Any]], Any]
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
 
 
 def layer_path(layer: Any) -> str:
-    """Returns a layer's path, such as "encoder/dense_1"; its name where it has none yet."""
+    """Returns the path of a layer, such as "encoder/dense_1", or its name before it is built."""
     return str(layer.path or layer.name)
 
 
 def low_dtype_of(model: Any) -> str | None:
-    """Returns the low dtype that layers of a model compute in; None if all are float32."""
+    """Returns the low compute dtype of a model's layers; None if all are float32."""
     used = {layer.compute_dtype for layer in layers_of(model)}
     return next((dtype for dtype in LOW_PRECISION if dtype in used), None)
 
@@ -42,13 +42,13 @@ def low_dtype_of(model: Any) -> str | None:
 def computing_in(model: Any, dtype: str | None) -> Iterator[None]:
     """Makes a model compute in a dtype, with the variables it has, until the block ends.
 
-    In float32 every layer that is low computes in float32. In a low dtype, a model that has low
-    layers computes these in that dtype; of one that has none, those layers become low that a mixed
-    `tfamp.Policy` would make low: all but BatchNormalization and the layers that make the outputs.
+    With "float32" all low-precision layers compute in float32. With a low dtype, the layers that
+    already are in low precision compute in that dtype; if the model has none, those that a mixed
+    `tfamp.Policy` would convert: all but BatchNormalization and the output layers.
 
-    Layers that Keras has quantized stay so, and those whose quantization does not go with the dtype
-    stay as they are. Policies are given back, also after an exception. It is the model that
-    changes: other threads must not call it meanwhile.
+    Quantized layers stay quantized, and are left out where their quantization does not support the
+    dtype. Policies are restored at the end, also after an exception. The model itself changes, so
+    other threads must not call it meanwhile.
     """
     with with_policies(policies_in(model, dtype)), contextlib.ExitStack() as undo:
         for layer in filter(casts_unprepared, layers_of(model)):
@@ -59,7 +59,7 @@ def computing_in(model: Any, dtype: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_policies(policies: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """Gives layers the float policies of these names until the block ends."""
+    """Sets the float policies of layers by name until the block ends."""
     with contextlib.ExitStack() as undo:
         for layer, name in policies:
             undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
@@ -67,7 +67,7 @@ def with_policies(policies: Iterable[tuple[Any, str]]) -> Iterator[None]:
 
 
 def check_compute_dtype(dtype: Any) -> None:
-    """Raises a ValueError where a model cannot compute in a dtype; None is the model's own."""
+    """Raises a ValueError for an unsupported compute dtype; None, the model's own, is allowed."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"dtype must be one of {', '.join(COMPUTE_DTYPES)} or None; got {dtype!r}."
@@ -75,7 +75,7 @@ def check_compute_dtype(dtype: Any) -> None:
 
 
 def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` makes compute in a dtype, with float policies."""
+    """Returns the layers that `computing_in` changes for a dtype, and their policies' names."""
     check_compute_dtype(dtype)
     if dtype is None:
         return []
@@ -84,13 +84,12 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
     name = dtype if dtype == "float32" else f"mixed_{dtype}"
     if dtype != "float32" and not wanted:
         kept = _kept_float32(model, Policy(name))
-        float32 = (layer for layer in layers if layer.compute_dtype == "float32")
-        wanted = [layer for layer in float32 if id(layer) not in kept]
+        wanted = [x for x in layers if x.compute_dtype == "float32" and id(x) not in kept]
     return [(layer, name) for layer in wanted if policy_with(layer, name) is not None]
 
 
 def _kept_float32(model: Any, policy: Policy) -> set[int]:
-    """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
+    """Ids of the layers that a mixed policy keeps float32, their inner layers included."""
     makers = _output_layers(model) if isinstance(model, keras.Model) else []
     kept = list(filter(can_be_raised, makers))
     for layer in layers_of(model):
@@ -100,17 +99,17 @@ def _kept_float32(model: Any, policy: Policy) -> set[int]:
 
 
 def _output_layers(layer: Any) -> list[Any]:
-    """The layers that make a model's outputs, in models inside too; of a layer itself."""
+    """The output layers of a model, nested models included; of a layer, the layer itself."""
     is_sequential = isinstance(layer, keras.Sequential)
     functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
+        makers = layer_dtypes.output_makers(list(functional.outputs))
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(layer, keras.Model) else [layer]
 
 
 def observing_layers(around: Around) -> contextlib.AbstractContextManager[None]:
-    """Puts a function around the layer calls that this thread makes in the block."""
+    """Wraps the layer calls that this thread makes in the block in a function."""
 
     def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
         return around(layer, functools.partial(original, layer, *args, **kwargs))
@@ -120,7 +119,7 @@ def observing_layers(around: Around) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def unchanged(variables: list[Any]) -> Iterator[None]:
-    """Gives Keras or TensorFlow variables the values they had, however the block ends."""
+    """Restores the values of Keras or TensorFlow variables, also after an exception."""
     before = [keras.ops.copy(keras.ops.convert_to_tensor(variable)) for variable in variables]
     try:
         yield

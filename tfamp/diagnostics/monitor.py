@@ -1,13 +1,12 @@
-"""`NumericsMonitor`: what loss scale and gradients do during training."""
+"""`NumericsMonitor`: records loss scale and gradients during training."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,16 +17,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.step_statistics import (
-    SHARES,
-    ExponentHistogram,
-    Sample,
-    SampledCounts,
-    StepStatistics,
-    histogram,
-    suggested_scale,
-    total,
-)
+from tfamp.diagnostics.step_statistics import SHARES, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
 from tfamp.interop.patching import unwrap_methods, wrap_method
@@ -38,9 +28,9 @@ from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.gradients import Gradients, on_every_replica, outside_the_graph
 
-# Of `SHARES`, those that show whether a scale is too low or too high.
+# The shares that show whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")
-# Of so many steps before a record the loss scales are kept: each takes 16 bytes on the device.
+# Number of steps before a record whose loss scales are kept, at 16 bytes each on the device.
 _MOST_REMEMBERED = 100_000
 _HEADINGS = (
     *("gradients of", "zeros", "<2^-24", "<2^-14", ">65504"),
@@ -48,44 +38,42 @@ _HEADINGS = (
 )
 _MOST_ROWS = 12
 
-# Called with gradients, variables, what the gradients are still to be divided by, and whether all
-# are finite; None where the optimizer does not skip steps.
+# Called with gradients, variables, the divisor that the gradients still have to be divided by, and
+# whether all are finite; None where the optimizer does not skip steps.
 Observer: TypeAlias = Callable[[list[Any], list[Any], Any, Any], None]
-# A step, its loss scale, and the number of steps skipped before.
-_PastStep: TypeAlias = tuple[int, float, int]
 
 
 class NumericsMonitor(keras.callbacks.Callback):
-    """Watches loss scale, skipped steps and the size of gradients; tells if float16 is enough.
+    """Records loss scale, skipped steps and gradient magnitudes; shows if float16's range suffices.
 
-    As a callback of `model.fit` it sees the gradients the optimizer applies, whichever Keras
-    optimizer that is, under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
-    steps per execution too. In a custom loop call `record` in the step and `advance` behind it.
+    As a callback of `model.fit` it observes the gradients that the optimizer applies, with any
+    Keras optimizer, also under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
+    steps per execution. In a custom loop call `record` in the step and `advance` after it.
 
     Every `every` steps the gradients of one step are counted by binary exponent, on the device.
-    What there is to count is kept in variables; between the records the host never waits for the
-    device, but to read one number every `max_consecutive_skips` steps, to know when to stop.
+    Between records the host does not wait for the device, except to read one number every
+    `max_consecutive_skips` steps.
 
     `history` is a list with one dict per record:
 
     - "step": the step whose gradients were counted, from 1. "loss_scale": its loss scale, 1.0
       without. "suggested_scale": the power of two that would have put the most gradient values in
       float16's normal range and none over 65504; None if all are zero.
-    - "skipped_steps", "consecutive_skipped_steps": how many there have been when the record was
-      made. "skipped": those since the last record. "loss_scales": pairs of a step since the last
-      record and the loss scale from this step on.
+    - "skipped_steps", "consecutive_skipped_steps": their numbers when the record was made.
+      "skipped": the steps skipped since the last record. "loss_scales": pairs of a step since the
+      last record and the loss scale from this step on.
     - "first_nonfinite": the first variable with an inf or NaN in its gradient, or None.
     - "variables": for each variable, "exponents" (e -> number of gradient values with
       2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros" (share
-      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of what is not
-      zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
-      "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
-    - "gradients": the same of all variables together.
+      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of the nonzero
+      values "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward
+      pass. "unscaled" has the same three without it. Values that float16 flushed are zeros.
+    - "gradients": the same for all variables together.
 
     In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
-    and of the last record "suggested_scale" and the shares "gradients_under_2**-14" and
-    "gradients_over_65504", NaN before there is one: `History`, `CSVLogger`, `TensorBoard` and
-    others record them. A metric of one of these names stays what it is.
+    and from the last record "suggested_scale" and the shares "gradients_under_2**-14" and
+    "gradients_over_65504", NaN before the first: `History`, `CSVLogger`, `TensorBoard` and others
+    record them. A metric of one of these names takes precedence.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -99,8 +87,8 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     Raises:
         ValueError: `every` or `max_consecutive_skips` is less than 1.
-        TypeError: One of them is no integer.
-        tf.errors.OpError: No event file can be made in the folder `tensorboard`.
+        TypeError: One of them is not an integer.
+        tf.errors.OpError: No event file can be created in the folder `tensorboard`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -130,15 +118,15 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._again: Callable[[], NumericsMonitor] = lambda: type(self)(
             every, jsonl=jsonl, tensorboard=tensorboard, max_consecutive_skips=max_consecutive_skips
         )
-        # A number is a TypeError: it would be written to as a file that is open already.
+        # fspath refuses numbers, which `open` would take for file descriptors.
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
         self._events = (
             None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
         )
         self._statistics: StepStatistics | None = None
         self._scaling: Scaling = scaling_of(None)
-        self._take_off: list[Any] = []
-        self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
+        self._watching = contextlib.ExitStack()
+        self._taken = 0  # Upper bound of the steps taken; exact after each look.
         self._next_look = 0.0
         self._reported = 0  # The last step whose loss scale is in a record.
         self._pending = 0
@@ -150,33 +138,33 @@ class NumericsMonitor(keras.callbacks.Callback):
     # Training with model.fit.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts to watch the model's optimizer; its train function is traced anew."""
+        """Starts to observe the model's optimizer; its train function is traced again."""
         self.detach()
         model = self.model
         self._scaling = scaling_of(model.optimizer)
         with model.distribute_strategy.scope():
             self._start(int(model.steps_per_execution))
-        self._take_off.append(watch_optimizer(model.optimizer, as_written(self._observe)))
-        self._take_off.append(add_to_epoch_logs(model, self._figures))
-        self._take_off.append(lambda: model.make_train_function(force=True))
+        undo = self._watching.callback
+        undo(model.make_train_function, force=True)  # Done last.
+        undo(add_to_epoch_logs(model, self._figures))
+        undo(watch_optimizer(model.optimizer, as_written(self._observe)))
         model.make_train_function(force=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Looks at what the steps before left, if it is time."""
-        # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
+        """Reads from the device what the steps before left, if it is time."""
+        # Not on_train_batch_end: Keras waits for every step's loss if a callback has it.
         self.advance(self._pending)
         self._pending = int(self.model.steps_per_execution)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Stops watching."""
+        """Stops observing."""
         self.advance(self._pending)
         self._pending = 0
         self.detach()
 
     def detach(self) -> None:
-        """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""
-        while self._take_off:
-            self._take_off.pop(0)()
+        """Stops observing; needed only to continue without it after an interrupted `fit`."""
+        self._watching.close()
 
     # Custom loops.
 
@@ -192,11 +180,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         finite: Any = None,
         step: Any = None,
     ) -> None:
-        """Looks at the gradients of one step of a custom loop, before they are applied.
+        """Observes the gradients of one step of a custom loop, before they are applied.
 
-        Call it once a step, in eager mode or in a `tf.function`, in `strategy.run` too. Whatever
-        is not at hand there, `advance` does, called behind each step from plain Python; in eager
-        mode `record` calls it.
+        Call it once a step, in eager mode or in a `tf.function`, also in `strategy.run`, and call
+        `advance` from plain Python after each step; in eager mode `record` calls it.
 
         Args:
             gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
@@ -204,18 +191,18 @@ class NumericsMonitor(keras.callbacks.Callback):
             variables: The variables they belong to, in the same order.
             optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
                 `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
-                there is no loss scale but `loss_scale`.
+                the only loss scale is `loss_scale`.
             loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
             unscaled: Whether the gradients have been divided by the loss scale already.
             finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.
-                Only needed where the optimizer does not count the skipped steps itself, as a
-                `tfamp.LossScaleOptimizer` does; None: it is.
+                Needed only if the optimizer does not count skipped steps itself, as a
+                `tfamp.LossScaleOptimizer` does; None: it is applied.
             step: Number of this step, from 1, scalar. None: one more than the last.
 
         Raises:
-            ValueError: The gradients do not fit the variables, or the variables are others than
-                at the first call.
-            TypeError: A gradient is no float tensor, or `optimizer` is neither.
+            ValueError: The gradients do not fit the variables, or the variables differ from those
+                of the first call.
+            TypeError: A gradient is not a float tensor, or `optimizer` is of another class.
         """
         if variables is None:
             grads, owners = gradient_lib.split_pairs(gradients, "record")
@@ -233,12 +220,12 @@ class NumericsMonitor(keras.callbacks.Callback):
             self.advance()
 
     def advance(self, steps: int = 1) -> None:
-        """Says that steps were taken; makes a record and may stop the loop, if it is time.
+        """Counts steps; if it is time, reads from the device, makes a record, may stop the loop.
 
-        Reads from the device only then. Call it outside any `tf.function`.
+        Call it outside any `tf.function`.
 
         Args:
-            steps: How many steps there have been since the last call, or more.
+            steps: Number of steps since the last call, or more.
 
         Raises:
             SkippedStepsError: `max_consecutive_skips` steps in a row were skipped.
@@ -250,11 +237,11 @@ class NumericsMonitor(keras.callbacks.Callback):
     # Results.
 
     def to_text(self) -> str:
-        """Returns a summary of the last record: the run, and a table of the variables."""
+        """Returns a summary of the last record: the run, and a table of variables."""
         if not self.history:
             return "no record yet"
         record = self.history[-1]
-        # The variables that lose most come first.
+        # The variables with the largest share below the normal range come first.
         variables = sorted(record["variables"].items(), key=lambda item: -item[1][SHARES[1]])
         rows = [_row("all variables", record["gradients"])]
         rows += [_row(*each) for each in variables[:_MOST_ROWS]]
@@ -276,7 +263,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             return
         skipped = int(self._scaling.skips()[0]) if self._scaling.skips else 0
         start = self._scaling.steps()
-        # The host comes to look after as many steps at once as Keras takes.
+        # The host reads after as many steps at once as Keras takes.
         remembered = min(self.every, _MOST_REMEMBERED) + steps_at_once
         self._statistics = StepStatistics(self.every, remembered, start, skipped)
         self._taken = self._reported = start
@@ -294,8 +281,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             before, faulty = statistics.own_skips(finite), tf.logical_not(finite)
         else:
             before, in_a_row = skips()
-            # Before a step is applied nobody knows yet whether it will be skipped: the gradients
-            # of a step behind a skipped one are looked at.
+            # Whether this step will be skipped is not known yet: the gradients of a step after a
+            # skipped one are sampled.
             faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
             if finite is None and self.max_consecutive_skips == 1:
                 faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
@@ -316,18 +303,18 @@ class NumericsMonitor(keras.callbacks.Callback):
         last = self.history[-1]["step"] if self.history else 0
         stops = consecutive >= self._limit
         if statistics.samples:
-            sampled = statistics.samples[stops]
-            if sampled.step() > last:
-                self._add_record(statistics, sampled, (skipped, consecutive))
+            sample = statistics.samples[stops].read()
+            if sample.step > last:
+                self._add_record(statistics, sample, (skipped, consecutive))
         if stops:
             self.detach()
             raise SkippedStepsError(self._why_stopped(consecutive))
         self._plan_next_look(consecutive)
 
     def _figures(self) -> dict[str, float]:
-        """What logs are told after an epoch, of the same names always: loggers keep to the first.
+        """Returns the logs of an epoch, always with the same keys: loggers fix them at the first.
 
-        Looks at what the last steps of the epoch left, if it is time.
+        Reads from the device what the last steps of the epoch left, if it is time.
         """
         self.advance(self._pending)
         self._pending = 0
@@ -346,24 +333,22 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _plan_next_look(self, consecutive: int) -> None:
         regular = self._taken - self._taken % self.every + self.every
-        # No sooner can there be so many skipped steps in a row.
+        # The earliest step that can complete so many skipped steps in a row.
         self._next_look = min(regular, self._taken + self._limit - consecutive)
 
     @property
     def _limit(self) -> float:
         return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
 
-    def _add_record(
-        self, statistics: StepStatistics, sampled: SampledCounts, skips: tuple[int, int]
-    ) -> None:
-        names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
+    def _add_record(self, statistics: StepStatistics, sample: Sample, skips: Sequence[int]) -> None:
+        names = _distinct([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
-        record = _make_record(sampled.read(), names, past, skips)
+        record = make_record(sample, names, past, skips)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
-            # Opened for each record: the file ends with a complete line whenever a run ends.
+            # Opened for each record, so that the file ends with a complete line at any time.
             with self._jsonl.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
         if self._events is not None:
@@ -372,70 +357,25 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _why_stopped(self, consecutive: int) -> str:
         record = self.history[-1] if self.history else {"variables": {}}
         bad = [name for name, each in record["variables"].items() if each["nonfinite"]]
-        where = (
-            "the last record names no variable: a sum of finite gradients, over replicas or "
-            "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
-        )
+        where = "no record of them names a variable: every=1 records each step"
         if bad:
             where = (
-                f"at step {record['step']}, with loss scale {_scale_text(record['loss_scale'])}, "
-                f"the first bad variable was {bad[0]}, of {len(bad)} in all; the backward pass "
-                f"comes to {bad[-1]} first"
+                f"at step {record['step']} the first bad variable was {bad[0]}, of {len(bad)} in "
+                f"all; the backward pass comes to {bad[-1]} first"
             )
         return (
             f"{consecutive} steps in a row were skipped because gradients were not finite; {where}."
-            " No weight has changed in these steps. A lower loss scale does not help any more: "
-            "look for an inf or NaN in the data, the weights or the model with "
-            "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
+            " No weight has changed in these steps, and lowering the loss scale has not helped: "
+            "find the cause with tfamp.diagnostics.find_nonfinite, lower the learning rate, or use "
+            "bfloat16."
         )
 
 
 # ---- Records ------------------------------------------------------------------------------------
 
 
-def _make_record(
-    sample: Sample, names: Sequence[str], past: Sequence[_PastStep], skips: tuple[int, int]
-) -> dict[str, Any]:
-    """Makes the record of a sample of gradients, as `NumericsMonitor` describes it.
-
-    `names` are those of the variables, in the sample's order. `past` is of the steps since
-    the last record; `skips` are the numbers of skipped steps, in all and in a row.
-    """
-    # Of scales that are no power of two the next one below stands for them.
-    exponent = math.frexp(sample.loss_scale)[1] - 1
-    unscaled, scaled = {}, {}
-    for name, rows in zip(names, sample.counts, strict=True):
-        unscaled[name], over = histogram(rows, sample.divisor)
-        scaled[name] = unscaled[name].shifted(exponent, over)
-    everything = total(unscaled.values()), total(scaled.values())
-    bad = [name for name, each in unscaled.items() if each.nonfinite]
-    return {
-        "step": sample.step,
-        "loss_scale": sample.loss_scale,
-        "suggested_scale": suggested_scale(everything[0]),
-        "skipped_steps": skips[0],
-        "consecutive_skipped_steps": skips[1],
-        "loss_scales": [
-            list(next(group)[:2]) for _, group in itertools.groupby(past, key=lambda each: each[1])
-        ],
-        "skipped": _skipped(past, skips[0]),
-        "first_nonfinite": bad[0] if bad else None,
-        "gradients": _described(*everything),
-        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
-    }
-
-
-def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
-    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
-
-
-def _skipped(past: Sequence[_PastStep], skipped: int) -> list[int]:
-    after = [before for _, _, before in past[1:]] + [skipped]
-    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
-
-
 def _scale_text(scale: float | None) -> str:
-    """Returns a loss scale for people: "2^15", "1000", "none"."""
+    """Returns a loss scale as text: "2^15", "1000", "none"."""
     if scale is None:
         return "none"
     mantissa, exponent = math.frexp(scale)
@@ -449,28 +389,27 @@ def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     return (name, *(f"{share:.1%}" for share in shares), span)
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Names with "#2", "#3" and so on behind those that are there more than once."""
-    numbers: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-    numbered = [(name, next(numbers[name])) for name in names]
-    return [name if number == 1 else f"{name}#{number}" for name, number in numbered]
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Appends "#2", "#3" and so on to the second, third and later occurrence of a name."""
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name}#{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
 
 
 # ---- Files --------------------------------------------------------------------------------------
 
 
 def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
-    """Writes a record as scalars and histograms; it is in the file when this returns."""
+    """Writes a record as scalars and histograms, and flushes the file."""
     scalars = {name: record[name] for name in ("loss_scale", "suggested_scale", "skipped_steps")}
     scalars |= {f"gradients/{name}": record["gradients"][name] for name in (*SHARES, "zeros")}
     with writer.as_default(step=record["step"]), tf.summary.record_if(True):
         for name, value in scalars.items():
             if value is not None:
-                # As tf.summary.scalar, which needs the package tensorboard.
+                # Like tf.summary.scalar, which needs the package tensorboard.
                 _write("scalars", 1, name, np.float32(value))
         for name, described in record["variables"].items():
-            # tf.summary.histogram makes bins of its own, from values; these are the bins already:
-            # left edge, right edge, number.
+            # tf.summary.histogram computes its own bins from values; these are bins already: left
+            # edge, right edge, number.
             if counts := described["exponents"]:
                 exponents = range(min(counts), max(counts) + 1)
                 bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
@@ -489,13 +428,13 @@ def _write(plugin: str, data_class: int, tag: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How losses are scaled.
+    """How an optimizer scales losses.
 
     Attributes:
         scale: Returns the scale as a tensor or number.
-        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None where
-            nobody counts them.
-        steps: Returns the number of steps taken so far, skipped ones included.
+        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None if the
+            optimizer does not count them.
+        steps: Returns the number of steps taken so far, including skipped ones.
     """
 
     scale: Callable[[], Any] = lambda: 1.0
@@ -508,11 +447,11 @@ def scaling_of(optimizer: Any) -> Scaling:
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
-            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales as its optimizer does,
-            or None for no scaling.
+            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales like its optimizer, or
+            None for no scaling.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is of another class.
     """
     if isinstance(optimizer, GradientAccumulator):
         optimizer = optimizer.optimizer
@@ -545,16 +484,16 @@ def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
 
 
 def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
-    """Has a function see all gradients an optimizer applies.
+    """Calls an observer with all gradients that an optimizer applies.
 
-    Functions traced before do not know of it: trace them again.
+    Functions traced before have to be traced again.
 
     Args:
         optimizer: A built or unbuilt `keras.optimizers.Optimizer`.
-        observer: The function.
+        observer: The observer.
 
     Returns:
-        A function that takes the observer off again.
+        A function that removes the observer.
     """
     if isinstance(optimizer, LossScaleOptimizer):
         optimizer.gradient_observer = observer
@@ -573,10 +512,10 @@ def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
         if variables and not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
         if variables:
-            # Keras's own loss scaling tells nobody what it found.
+            # Keras's LossScaleOptimizer does not report whether it skips a step.
             finite = on_every_replica(Gradients.of_any(grads).all_finite()) if scales else None
             observer(grads, variables, scaling_of(optimizer).scale(), finite)
         return original(grads, trainable_variables, **options)
 
-    unwrap_methods(optimizer)  # One may have been left here by a fit that was interrupted.
+    unwrap_methods(optimizer)  # An interrupted fit may have left one.
     return wrap_method(optimizer, "apply", apply)

@@ -1,11 +1,10 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-Data, then variables and loss scale, are checked first; then the step is traced and run in its low
-dtype and in float32, and the values of all float tensors are analysed. A tensor is *bad* if it has
-an infinite value or a NaN. The place to name is the first bad tensor that led to a bad result, made
-by an op from inputs that were all finite. An infinite constant alone is not a fault: masks are made
-of these, and a softmax makes finite values of one. It is to blame when a NaN comes of it, or when a
-result is bad in the end.
+Data, loss scale and variables are checked first. Then the step is traced and run in its low dtype
+and in float32, and all float tensors are observed. A tensor is *bad* if it has an infinity or a
+NaN. The report names the first op on the way to a bad result that made a bad tensor from finite
+inputs. An infinite constant alone is not a fault: masks are made of these, and softmax returns
+finite values for them. It is the cause if it leads to a NaN or to a bad result.
 """
 
 from __future__ import annotations
@@ -17,60 +16,27 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path, unchanged
-from tfamp.diagnostics.nonfinite_report import (
-    ALSO_IN_FLOAT32,
-    INVALID,
-    OVERFLOW,
-    UNDERFLOW,
-    Finding,
-    NonFiniteReport,
-    ValueRange,
-    report_of,
-)
-from tfamp.diagnostics.nonfinite_step import (
-    LOSS_SCOPE,
-    Path,
-    Place,
-    Step,
-    bare_name,
-    shown_name,
-    trace_function,
-    trace_model,
-)
-from tfamp.graph.observe import (
-    Observer,
-    drop_unused_nodes,
-    low_dtypes,
-    observed_scopes,
-    retyped,
-)
+from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
+from tfamp.diagnostics.nonfinite_step import LOSS_SCOPE, Path, Place, Step, bare_name, trace_step
+from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import (
-    ARGUMENT,
-    MAIN_GRAPH,
-    GraphIndex,
-    IndexedNode,
-    node_name,
-    op_types,
-    reach,
-)
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
 
-# Where dynamic scales start, and a scale with which many models have been trained.
+# Where dynamic scales start, and a scale that many models have been trained with.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
 _CONSTANTS = op_types("Const HostConst")
 _READS = op_types("ReadVariableOp ResourceGather")
 _INPUTS = op_types("Placeholder PlaceholderV2")
-# Ops that make an infinity of finite values only if these are large.
+# Ops whose result is infinite only if their finite inputs are large.
 _GROWING = op_types("""
     AddV2 BatchMatMulV2 Conv2D Cumsum Einsum MatMul Mean Mul Prod Square SquaredDifference Sub
     Sum
@@ -90,42 +56,40 @@ def find_nonfinite(
     loss: Any = None,
     dtype: str | None = None,
 ) -> NonFiniteReport | None:
-    """Finds the first infinity or NaN of a training step, and says why and what to do.
+    """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
-    Use it when a loss is NaN, or when a loss scale goes on falling. The step is traced and run
-    twice, in its mixed precision and in float32 with the same weights, data and random numbers, and
-    every float tensor in it is looked at: forward pass, loss, gradients, the bodies of loops. That
-    takes seconds, so give it one batch.
+    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run twice,
+    in mixed precision and in float32, with the same weights, data and random numbers, and every
+    float tensor is observed: forward pass, loss, gradients, the bodies of loops. This takes
+    seconds, so give it one batch.
 
-    Weights, optimizer, seeds, moving statistics and policies are as before afterwards, also after
-    an exception. What a Python function does to Python objects while it is traced is not undone,
-    and other threads must not call the model meanwhile.
+    Weights, optimizer, seeds, moving statistics and policies are restored, also after an exception.
+    Side effects of a Python function on Python objects during tracing are not undone, and other
+    threads must not call the model meanwhile.
 
-    Infinite constants, as in masks, are no fault while nothing but finite results comes of them.
-    Neither is a dynamic loss scale of up to 2**16 that is too large, if 2**7 would do: it backs off
-    by itself.
+    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic loss
+    scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
 
     Args:
         model_or_fn: A Keras model under any policy; or a function, a `tf.function`, or what
             `tfamp.rewrite` returned: a forward pass, or a whole training step with its tape,
             autocast and optimizer inside. Called as `fn(x)`, or `fn(x, y)`.
         x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
-            is spread over the arguments of a function that has as many.
-        y: Targets of the batch, if there are any.
+            becomes the arguments of a function that takes as many.
+        y: Targets of the batch, if any.
         loss: A loss as for `compile`, or a function of targets and outputs. None is the loss that
-            the model is compiled with. With a function, `fn(x)` is the forward pass then, and
+            the model is compiled with. With a loss, a function is a forward pass `fn(x)`, and
             gradients are taken with respect to the variables it uses.
-        dtype: "float16", "bfloat16" or "float32" to run the step as if in that dtype: a model as
-            under that mixed policy, a function as `tfamp.rewrite` would have it. None is what it
-            computes in.
+        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as under
+            that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its own.
 
     Returns:
-        The report; None where all is finite. The loss is scaled if the model is compiled with an
-        optimizer that does so, or if the function does.
+        The report; None if everything is finite. The loss is scaled if the model is compiled with
+        an optimizer that scales it, or if the function scales it.
 
     Raises:
-        TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is no loss.
-        ValueError: There is no such dtype; there are targets, but no loss; or a model's batch is
+        TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is not a loss.
+        ValueError: The dtype is unknown; there are targets, but no loss; or a model's batch is
             empty.
 
     Example:
@@ -144,8 +108,9 @@ def find_nonfinite(
         >>> report.stage, report.layer, report.op, report.kind
         ('forward', 'growing', 'Exp', 'overflow')
     """
+    dtype = getattr(dtype, "name", dtype)  # A dtype of TensorFlow equals its name.
     _check(model_or_fn, x, dtype)
-    step = _trace(model_or_fn, x, y, loss, dtype)
+    step = trace_step(model_or_fn, x, y, loss, dtype)
     finding = _bad_before(step, x, y) or _search(step, dtype)
     return None if finding is None else report_of(finding)
 
@@ -159,26 +124,12 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
     check_compute_dtype(dtype)
     if isinstance(x, tf.data.Dataset):
         raise TypeError(
-            "x must be one batch; got a data set. Give the x and y of next(iter(data))."
+            "x must be one batch, not a data set. Give the x and y of next(iter(data))."
         )
-
-
-def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
-    if not isinstance(model_or_fn, keras.Layer):
-        return trace_function(model_or_fn, x, y, loss, dtype)
-    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
-    if sizes == {0}:
-        raise ValueError(
-            "x is an empty batch, and the mean of no losses is NaN in any precision. Give a batch "
-            "with at least one example."
-        )
-    if not model_or_fn.built:
-        model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
-    return trace_model(model_or_fn, x, y, loss, dtype)
 
 
 def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
-    """The first of data, loss scale and variables that is not finite before the step is run."""
+    """Returns a finding if data, loss scale or variables are not finite before the step."""
     for stage, op, name, value in _values_before(step, x, y):
         # Ragged tensors and variants cannot become arrays; these have no float dtype.
         if not getattr(getattr(value, "dtype", None), "is_floating", True):
@@ -189,13 +140,12 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
         found = ValueRange.of(name, array)
         if not found.finite or (stage == "loss_scale" and found.max <= 0):
             index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
-            is_variable = stage != "input"
             return Finding(
                 stage=stage,
                 op=op,
                 layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
-                variable=name if is_variable else None,
-                kind=ALSO_IN_FLOAT32,
+                variable=None if stage == "input" else name,
+                kind="also_in_float32",
                 ranges={"inputs": (), "outputs": (found,)},
                 dtype=found.dtype,
                 at=f", the first at index {index[0]} of {name}" if array.ndim else "",
@@ -222,7 +172,7 @@ class Seen(list[ValueRange]):
 
     @staticmethod
     def look(before: Seen | None, values: Any) -> Seen:
-        """Adds an execution, as an `Observer` needs it."""
+        """Adds an execution; for an `Observer`."""
         seen = Seen() if before is None else before
         if not seen.is_bad:
             seen.append(ValueRange.of("", values))
@@ -230,26 +180,36 @@ class Seen(list[ValueRange]):
 
     @property
     def is_bad(self) -> bool:
-        """Whether an execution was not finite, the last one then."""
+        """Whether an execution, which is the last one then, was not finite."""
         return bool(self) and not self[-1].finite
 
     @property
     def bad_at(self) -> int:
-        """The execution that was not finite; one after all others where there is none."""
+        """Number of the execution that was not finite; larger than any other if all were."""
         return len(self) - 1 if self.is_bad else sys.maxsize
 
-    def at(self, execution: int) -> ValueRange | None:
-        """Returns the range in an execution; the last one that is known for a later one."""
-        return self[min(execution, len(self) - 1)] if self else None
+    def at(self, execution: int) -> ValueRange:
+        """Returns the range in an execution; after the last one seen, the range in that."""
+        return self[min(execution, len(self) - 1)] if self else _NO_VALUES
 
 
-_Run: TypeAlias = Mapping[TensorKey, Seen]
-_Keys: TypeAlias = Sequence[TensorKey]
-_NEVER = Seen()
+_NO_VALUES = ValueRange("", "float32", (), 0.0, 0.0)
+
+
+class _Run(dict[TensorKey, Seen]):
+    """The ranges of all tensors in a run of a step; empty for a tensor that was not computed."""
+
+    def __missing__(self, key: TensorKey) -> Seen:
+        return Seen()
+
+    def ranges(self, keys: Sequence[TensorKey], execution: int, of: str) -> tuple[ValueRange, ...]:
+        """Returns the ranges of the inputs or outputs of an op, with numbered names."""
+        found = ((i, self[key].at(execution)) for i, key in enumerate(keys) if key in self)
+        return tuple(dataclasses.replace(each, name=f"{of} {i}") for i, each in found)
 
 
 class _Twins:
-    """A step to run in its low dtype, or in `dtype`, and node for node the same in float32."""
+    """A step in its low dtype, or in `dtype`, and its float32 twin with the same nodes."""
 
     def __init__(self, step: Step, dtype: str | None) -> None:
         self.step = step
@@ -266,18 +226,19 @@ class _Twins:
         self.results = list(map(_key_of, results))
         self.nodes = _Nodes(indexes, self.results)
 
-    def run(self, scale: float) -> _Run:
-        """Runs the step with a loss scale."""
-        return self._run(self._low, scale)
-
-    def run_float32(self, scale: float) -> _Run | None:
-        """Runs the float32 twin; None where the step is that itself."""
-        return None if self._float32 is None else self._run(self._float32, scale)
+    def run(self, scale: float) -> _Runs | None:
+        """Runs both with a loss scale; returns None if all values in the low dtype are finite."""
+        low = self._run(self._low, scale)
+        if not any(seen.is_bad for seen in low.values()):
+            return None
+        is_float32 = self._float32 is self._low
+        float32 = low if is_float32 else self._run(self._float32, scale)
+        return _Runs(self.step, self.nodes, low, float32)
 
     @functools.cached_property
-    def _float32(self) -> Observer[Seen] | None:
+    def _float32(self) -> Observer[Seen]:
         if not low_dtypes(self._indexes):
-            return None
+            return self._low
         graph = retyped(self._graph, self._indexes, "float32")
         return self._observed(graph, observed_scopes(graph))
 
@@ -286,30 +247,31 @@ class _Twins:
 
     def _run(self, observer: Observer[Seen], scale: float) -> _Run:
         if self.step.scale is None:
-            return observer.run([self.step.values])
+            return _Run(observer.run([self.step.values]))
         with unchanged([self.step.scale]):
             self.step.scale.assign(scale)
-            return observer.run([self.step.values])
+            return _Run(observer.run([self.step.values]))
 
 
 def _key_of(tensor: str) -> TensorKey:
-    """The key of a tensor of the graph itself, by its name there."""
-    return MAIN_GRAPH, node_name(tensor), int(tensor.partition(":")[2])
+    """Returns the key of a tensor of the main graph."""
+    name, _, port = tensor.partition(":")
+    return MAIN_GRAPH, name, int(port)
 
 
 class _Nodes:
-    """The nodes of all scopes by place, with their inputs, and outputs that are used."""
+    """The nodes of all scopes by place, with their inputs and used outputs."""
 
     def __init__(self, indexes: Sequence[GraphIndex], results: Iterable[TensorKey]) -> None:
         self.at: dict[Place, IndexedNode] = {}
         self.inputs: dict[Place, list[TensorKey]] = defaultdict(list)
         self.outputs: dict[Place, set[TensorKey]] = defaultdict(set)
         self.variants: set[TensorKey] = set()
-        self.order: dict[str, list[Place]] = {}  # Of each scope, producers first.
+        self.order: dict[str, list[Place]] = {}  # By scope, in topological order.
         for index in indexes:
             places = [(index.scope, node.name) for node in index.nodes]
             self.at.update(zip(places, index.nodes, strict=True))
-            self.order[index.scope] = [places[position] for position in index.producers_first()]
+            self.order[index.scope] = [places[position] for position in index.producers_first]
             for edge in index.edges:
                 source, target = index.slots[edge.source], index.slots[edge.target]
                 tensor = (*places[source.node], edge.port)
@@ -321,25 +283,25 @@ class _Nodes:
             self.outputs[tensor[:2]].add(tensor)
 
     def sources(self, place: Place) -> list[Place]:
-        """Returns the nodes that make the inputs of a node."""
+        """Returns the producers of a node's inputs."""
         return [tensor[:2] for tensor in self.inputs[place]]
 
     def is_constant(self, place: Place) -> bool:
-        """Whether the value of a node depends on constants alone."""
+        """Whether a node is computed from constants only."""
         ends = (at for at in reach([place], self.sources) if not self.sources(at))
         return all(self.at[end].op in _CONSTANTS for end in ends)
 
     def bodies(self, place: Place) -> list[str]:
-        """Returns the scopes that a node runs."""
+        """Returns the functions that a node calls, as scopes."""
         return [name for _, name in self.at[place].calls if name in self.order]
 
     def scopes_in(self, place: Place) -> Iterable[str]:
-        """Returns the scopes that a node runs, and those that these run."""
+        """Returns the scopes that a node runs, directly or through other calls."""
         return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
 
 
 class _Runs(NamedTuple):
-    """The values of a step in its low dtype and in float32, which may be the same."""
+    """A step's run in its low dtype and its run in float32, which may be the same."""
 
     step: Step
     nodes: _Nodes
@@ -347,12 +309,12 @@ class _Runs(NamedTuple):
     float32: _Run
 
     def observed(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
-        """Selects the tensors that are floats and were computed."""
+        """Selects the float tensors that were computed."""
         return [tensor for tensor in tensors if tensor in self.low]
 
 
 def _search(step: Step, dtype: str | None) -> Finding | None:
-    """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
+    """Runs a step; if it is not finite, runs it again with a loss scale of 1 to test that."""
     twins = _Twins(step, dtype)
     scale = 1.0 if step.scale is None else float(step.scale.numpy())
     finding = _look(twins, scale)
@@ -361,16 +323,16 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
     unscaled = _look(twins, 1.0)
     if unscaled is not None:
         return unscaled
-    # The largest power of two with which the step is finite, as it is with 1.
+    # The largest power of two that keeps the step finite.
     exponents = range(1, max(math.ceil(math.log2(scale)), 1))
     bad = bisect.bisect_left(exponents, True, key=lambda n: _look(twins, 2.0**n) is not None)
     best = 2.0**bad
     if step.scale_adapts and scale <= _USUAL_START and best >= _USUAL_SCALE:
-        return None  # A dynamic scale backs off by itself, in a few skipped steps.
+        return None  # A dynamic scale backs off by itself within a few skipped steps.
     return dataclasses.replace(
         finding,
         stage="loss_scale",
-        kind=OVERFLOW,
+        kind="overflow",
         variable=finding.gradient_of or finding.variable,
         scale=scale,
         best_scale=best,
@@ -379,10 +341,9 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
 
 def _look(twins: _Twins, scale: float) -> Finding | None:
     """Runs a step with a loss scale; returns the first fault in it."""
-    low = twins.run(scale)
-    if not any(seen.is_bad for seen in low.values()):
+    runs = twins.run(scale)
+    if runs is None:
         return None
-    runs = _Runs(twins.step, twins.nodes, low, twins.run_float32(scale) or low)
     found = _first_bad(runs, twins.results)
     return None if found is None else _explained(runs, found)
 
@@ -396,10 +357,9 @@ _States: TypeAlias = dict[TensorKey, int]
 def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     """Finds the first op whose result is not finite although its inputs are.
 
-    It is looked for among what led to bad results; if these are finite, among what is bad only in
-    low precision, or bad because of large numbers.
+    If a result is bad, only ops that led to it count. Otherwise only faults count, see `is_fault`.
     """
-    bad_results = [key[:2] for key in results if runs.low.get(key, _NEVER).is_bad]
+    bad_results = [key[:2] for key in results if runs.low[key].is_bad]
     for excuse_constants in (True, False) if bad_results else (True,):
         walk = _Walk(runs, excuse_constants)
         states = walk.states(MAIN_GRAPH)
@@ -411,25 +371,25 @@ def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
 
 
 class _Walk:
-    """Judges tensors: fine, infinite because of a constant, or bad."""
+    """Classifies tensors: finite, infinite because of an infinite constant, or bad."""
 
     def __init__(self, runs: _Runs, excuse: bool) -> None:
         self._nodes, self._float32, self._excuse = runs.nodes, runs.float32, excuse
-        self._low = {key: seen for key, seen in runs.low.items() if seen.is_bad}
+        self._low = _Run((key, seen) for key, seen in runs.low.items() if seen.is_bad)
         self._bad_scopes = {key[0] for key in self._low}
 
     def states(self, scope: str, execution: int = sys.maxsize - 1) -> _States:
-        """Returns the states of a scope's tensors; of a function's up to one of its executions."""
+        """Returns the states of a scope's tensors, up to an execution of its function."""
         nodes = self._nodes
         states: _States = {}
         for place in nodes.order[scope]:
             worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
             for tensor in nodes.outputs[place]:
                 if tensor in nodes.variants:
-                    # The elements of a list are seen where they are put in or taken out.
+                    # List elements are observed where they are written or read.
                     bad = worst == _BAD or self._is_bad_inside(place)
                     states[tensor] = _BAD if bad else _OK
-                elif (seen := self._low.get(tensor, _NEVER)).bad_at <= execution:
+                elif (seen := self._low[tensor]).bad_at <= execution:
                     can_be = self._excuse and worst != _BAD and not seen[-1].nans
                     is_excused = can_be and (worst == _EXCUSED or nodes.is_constant(place))
                     states[tensor] = _EXCUSED if is_excused else _BAD
@@ -439,7 +399,7 @@ class _Walk:
         return not self._bad_scopes.isdisjoint(self._nodes.scopes_in(place))
 
     def sources_with(self, state: int, states: _States, place: Place) -> list[Place]:
-        """Returns the nodes that give a node values of some state."""
+        """Returns the producers of a node's inputs that have a given state."""
         return [each[:2] for each in self._nodes.inputs[place] if states.get(each) == state]
 
     def origins(self, scope: str, states: _States) -> list[Place]:
@@ -453,31 +413,31 @@ class _Walk:
         ]
 
     def descend(self, place: Place, states: _States, callers: Path) -> Path:
-        """Returns an origin; of a call, the first one in its functions."""
+        """Follows calls from an origin to the first origin in their functions."""
         path = (*callers, place)
         for body in self._nodes.bodies(place) if place not in callers else ():
             numbers = [seen.bad_at for key, seen in self._low.items() if key[0] == body]
             inner = self.states(body, min(numbers, default=sys.maxsize - 1))
             if origins := self.origins(body, inner):
                 return self.descend(origins[0], inner, path)
-        # A NaN comes of a constant where that is infinite in low precision only.
+        # A constant that is infinite in low precision only causes the NaN.
         constant = place
         while excused := self.sources_with(_EXCUSED, states, constant):
             constant = excused[0]
-        is_its = constant != place and not self._float32.get((*constant, 0), _NEVER).is_bad
+        tensor = *constant, 0
+        is_its = constant != place and not self._float32[tensor].is_bad
         return (*callers, constant) if is_its else path
 
     def is_fault(self, place: Place) -> bool:
-        """Whether a bad value is a fault though all results are finite.
+        """Whether a bad value is a fault although all results are finite.
 
-        It is if it, or one inside a call, is bad in low precision only; or was made of large
-        numbers, as the infinite variance that makes a normalization return zeros. Divisions by zero
-        and logarithms of zero are often masked on purpose.
+        It is if it, or a value inside a call, is bad in low precision only or overflowed, like an
+        infinite variance that makes a normalization return zeros. Divisions by zero and logarithms
+        of zero are often masked on purpose.
         """
         inside = self._nodes.scopes_in(place)
         return any(
-            self._nodes.at[key[:2]].op in _GROWING
-            or self._float32.get(key, _NEVER).bad_at > seen.bad_at
+            self._nodes.at[key[:2]].op in _GROWING or self._float32[key].bad_at > seen.bad_at
             for key, seen in self._low.items()
             if key[:2] == place or key[0] in inside
         )
@@ -502,64 +462,57 @@ def _explained(runs: _Runs, path: Path) -> Finding:
         **cause,
         stage=stage,
         op=nodes.at[place].op,
-        node=shown_name(place[1]),
+        node=place[1],
         layer=_layer_or_scope(layer, nodes.at[place]),
         layer_class=None if layer is None else type(layer).__name__,
         variable=(gradient_of or read) if stage == "backward" else read,
         gradient_of=gradient_of,
         ranges={
-            "inputs": _ranges(runs.low, inputs, execution, "input"),
-            "outputs": _ranges(runs.low, outputs, execution, "output"),
-            "float32_inputs": _ranges(runs.float32, inputs, execution, "input"),
-            "float32": _ranges(runs.float32, outputs, execution, "output"),
+            "inputs": runs.low.ranges(inputs, execution, "input"),
+            "outputs": runs.low.ranges(outputs, execution, "output"),
+            "float32_inputs": runs.float32.ranges(inputs, execution, "input"),
+            "float32": runs.float32.ranges(outputs, execution, "output"),
         },
         rewritten_by=step.rewritten_by,
         is_constant=nodes.is_constant(place),
     )
 
 
-def _cause(runs: _Runs, path: Path, bad: _Keys, execution: int) -> dict[str, Any]:
-    """Why outputs of an op are not finite, as fields of a finding.
-
-    The execution is that of the function that the op is in.
-    """
+def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) -> dict[str, Any]:
+    """Returns why outputs of an op are not finite in an execution, as fields of a finding."""
     if not bad:
-        return {"kind": ALSO_IN_FLOAT32, "dtype": "float32"}
-    dtype = _at(runs.low, bad[0], execution).dtype
-    float32 = [_at(runs.float32, key, execution) for key in bad]
+        return {"kind": "also_in_float32", "dtype": "float32"}
+    dtype = runs.low[bad[0]].at(execution).dtype
+    float32 = [runs.float32[key].at(execution) for key in bad]
     largest = max((each.max_abs for each in float32 if each.finite), default=None)
     found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
     if largest is None:
-        return found | {"kind": ALSO_IN_FLOAT32}
+        return found | {"kind": "also_in_float32"}
     vanished = _first_vanished(runs, path[-1], execution)
     if vanished is None or largest > float_format(dtype).max:
-        # An infinity within the dtype's range is that of a sum inside, for example.
-        is_infinite = any(_at(runs.low, key, execution).infs for key in bad)
+        # The float32 value may be in range: a sum inside the op can overflow.
+        is_infinite = any(runs.low[key].at(execution).infs for key in bad)
         is_large = largest > float_format(dtype).max or is_infinite
-        return found | {"kind": OVERFLOW if is_large else INVALID}
+        return found | {"kind": "overflow" if is_large else "invalid"}
     node = runs.nodes.at[vanished[:2]]
-    is_all = _at(runs.low, vanished, execution).max_abs == 0.0
+    is_all = runs.low[vanished].at(execution).max_abs == 0.0
     return found | {
-        "kind": UNDERFLOW,
-        "vanished": _at(runs.float32, vanished, execution).max_abs if is_all else None,
+        "kind": "underflow",
+        "vanished": runs.float32[vanished].at(execution).max_abs if is_all else None,
         "vanished_op": node.op,
         "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
     }
 
 
-def _at(run: _Run, key: TensorKey, execution: int) -> ValueRange:
-    return run.get(key, _NEVER).at(execution) or ValueRange("", "float32", (), 0.0, 0.0)
-
-
 def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
-    """The first tensor on the way to an op with values that are zero, but not in float32."""
+    """Returns the first tensor on the way to an op with zeros that float32 does not have."""
     found = None
     while True:
         zero = [
             key
             for key in runs.observed(runs.nodes.inputs[place])
-            if _at(runs.low, key, execution).zeros > _at(runs.float32, key, execution).zeros
-            and _at(runs.float32, key, execution).finite
+            if (exact := runs.float32[key].at(execution)).finite
+            and runs.low[key].at(execution).zeros > exact.zeros
         ]
         if not zero:
             return found
@@ -567,19 +520,13 @@ def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | No
         place = found[:2]
 
 
-def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRange, ...]:
-    found = ((i, run.get(key, _NEVER).at(execution)) for i, key in enumerate(keys))
-    named = ((f"{name} {i}", each) for i, each in found if each is not None)
-    return tuple(dataclasses.replace(each, name=name) for name, each in named)
-
-
 def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
     nodes, top = runs.nodes, path[0]
-    # By floats alone: a loop of the forward pass takes lists that its gradient needs.
+    # Through floats only: a loop of the forward pass takes lists for its gradient.
     sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
-    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
+    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == "overflow":
         if _given(nodes, top, _INPUTS):
             return "input"
         if _variable_read(runs, top) is not None:
@@ -589,7 +536,7 @@ def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
 
 
 def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
-    """The nodes of some op types whose values an op takes, perhaps as a cast, nearest first."""
+    """Returns the producers of some op types, looking through casts and the like; nearest first."""
 
     def passed_on(each: Place) -> list[Place]:
         passes = each == place or nodes.at[each].op in _PASSING_ON
@@ -599,18 +546,17 @@ def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
 
 
 def _variable_read(runs: _Runs, place: Place) -> str | None:
-    """The name of a variable whose value an op takes, perhaps as a cast."""
+    """Returns the name of a variable that an op reads, perhaps through a cast."""
     nodes, names = runs.nodes, runs.step.reads
     handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
     return next((names[handle] for handle in handles if handle in names), None)
 
 
 def _bad_gradient(runs: _Runs, path: Path) -> str | None:
-    """The first variable whose gradient is not finite because of the fault."""
+    """Returns the first variable whose gradient is not finite because of the fault."""
     for tensor, variable in runs.step.gradients.items():
         key = _key_of(tensor)
-        is_bad = runs.low.get(key, _NEVER).is_bad
-        if is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
+        if runs.low[key].is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
             return variable
     return None
 
@@ -618,5 +564,4 @@ def _bad_gradient(runs: _Runs, path: Path) -> str | None:
 def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
     if layer is not None:
         return layer_path(layer)
-    names = shown_name(node.name).removeprefix("gradient_tape/").split("/")[:-1]
-    return "/".join(names) or None
+    return node.name.removeprefix("gradient_tape/").rpartition("/")[0] or None

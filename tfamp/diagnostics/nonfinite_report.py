@@ -1,4 +1,4 @@
-"""The report of `find_nonfinite`, and how it is written from a finding."""
+"""The report of `find_nonfinite`: a finding, the values around it, and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tfamp.planning.structures import op_types
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
-OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
-ALSO_IN_FLOAT32 = "also_in_float32"
 _LOGS = op_types("Log Log1p Xlogy")
 _DIVISIONS = op_types("Div DivNoNan RealDiv Reciprocal Inv Rsqrt RsqrtGrad")
 _ROOTS = op_types("Sqrt SqrtGrad")
@@ -30,10 +28,10 @@ _CONSTANTS = op_types("Const Cast Fill Neg")
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """What the values of a tensor were like.
+    """Range and counts of a tensor's values.
 
     Attributes:
-        name: What it is: "input 0" of the op, "output 0", "x" or a variable's path.
+        name: "input 0" or "output 0" of the op, "x", or a variable's path.
         dtype: Its dtype.
         shape: Its shape.
         min: Smallest finite value.
@@ -41,8 +39,7 @@ class ValueRange:
         infs: Number of infinite values.
         nans: Number of NaNs.
         zeros: Number of zeros.
-        subnormals: Number of values that are not zero, but too small for the dtype's full
-            precision.
+        subnormals: Number of nonzero values below the dtype's smallest normal number.
 
     Example:
         >>> ValueRange("x", "float16", (4,), -2.0, 3.0, infs=1).to_text()
@@ -64,7 +61,7 @@ class ValueRange:
         """Returns the range of an array of any float dtype, bfloat16 included.
 
         Args:
-            name: What the values are.
+            name: Name of the values.
             values: The array.
         """
         array = np.asarray(values)
@@ -101,23 +98,23 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """The first thing in a step that is not finite, why, and what to change.
+    """The first value in a step that is not finite, its cause, and how to fix it.
 
     Attributes:
         stage: "input", "weights", "forward", "loss", "backward" or "loss_scale".
-        layer: Path of the layer; of raw ops their name scope; None where there is neither.
+        layer: Path of the layer; for raw ops their name scope; None without either.
         op: Type of the op, such as "Exp".
-        variable: The variable concerned: one that is not finite, or does not fit the dtype; for
-            backward the one whose gradient is not finite; else one the op reads. None if there is
-            none.
-        kind: "overflow": the value exceeds the dtype's range. "underflow": a value became zero that
-            is not zero in float32, and then was divided by or its logarithm taken. "invalid": a NaN
-            that float32 does not have, for another reason. "also_in_float32": float32 has it too.
-        ranges: "inputs" and "outputs" of the op as they were, and what they are in float32:
-            "float32_inputs", and "float32" for the outputs.
+        variable: The variable that is not finite or does not fit the dtype; for backward the one
+            whose gradient is not finite; else one that the op reads, or None.
+        kind: "overflow": the value exceeds the dtype's range. "underflow": a value that is nonzero
+            in float32 became zero, and then was a divisor or the argument of a logarithm.
+            "invalid": a NaN that float32 does not have, for another reason. "also_in_float32":
+            float32 has it too.
+        ranges: "inputs" and "outputs" of the op, and the same in float32: "float32_inputs", and
+            "float32" for the outputs.
         fix: What to change.
         node: Name of the op in the graph.
-        dtype: Dtype of what is not finite.
+        dtype: Dtype of the value.
 
     Example:
         >>> import tensorflow as tf
@@ -140,7 +137,7 @@ class NonFiniteReport:
     dtype: str | None = None
 
     def to_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         lines = [self._title()]
         lines += [f"  {line}" for line in table_lines(self._rows())]
         return "\n".join([*lines, f"  fix: {self.fix}"])
@@ -172,28 +169,28 @@ class NonFiniteReport:
 
 @dataclass(frozen=True)
 class Finding(NonFiniteReport):
-    """What in a step is not finite, where and why: its report but for the words, and more."""
+    """A report without its fix, and the facts that the fix is chosen by."""
 
     fix: str = ""
     dtype: str = "float32"
     layer_class: str | None = None
     gradient_of: str | None = None  # The first variable whose gradient is bad because of it.
-    rewritten_by: str = ""  # The function of tfamp's that rewrites the step's graph, if one does.
+    rewritten_by: str = ""  # "rewrite" or "prepare" if that rewrote the step's graph.
     float32_max: float | None = None  # Largest magnitude of the result in float32, if finite.
     is_constant: bool = False  # Whether it is a constant that does not fit its dtype.
-    # Of an underflow, where a value became zero, and its magnitude in float32 if all of it did.
+    # Where a value underflowed, and its magnitude in float32 if all of the tensor did.
     vanished_op: str | None = None
     vanished_layer: str | None = None
     vanished: float | None = None
     scale: float | None = None  # The loss scale, if that is the cause.
-    best_scale: float | None = None  # The largest one with which the step is finite.
-    at: str = ""  # Of data, the index of the first value that is not finite.
+    best_scale: float | None = None  # The largest one that keeps the step finite.
+    at: str = ""  # Index of the first bad value in the data.
 
 
 def report_of(finding: Finding) -> NonFiniteReport:
-    """Returns what the user is told of a finding."""
-    told = (each.name for each in dataclasses.fields(NonFiniteReport))
-    facts = {name: getattr(finding, name) for name in told}
+    """Returns the report of a finding."""
+    fields = (each.name for each in dataclasses.fields(NonFiniteReport))
+    facts = {name: getattr(finding, name) for name in fields}
     return NonFiniteReport(**facts | {"fix": _fix(finding)})
 
 
@@ -201,8 +198,8 @@ def report_of(finding: Finding) -> NonFiniteReport:
 
 _FIXES = {
     "data": (
-        "Clean the data: the input itself has values that are not finite{at}. Look for missing "
-        "values, divisions by zero and logarithms of zero in the preprocessing."
+        "Clean the data: the input itself is not finite{at}. Look for missing values, divisions by "
+        "zero and logarithms of zero in the preprocessing."
     ),
     "large data": (
         "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
@@ -213,17 +210,16 @@ _FIXES = {
         "tfamp.LossScaleOptimizer skips bad steps; a lower learning rate makes them rarer."
     ),
     "large weights": (
-        'The variable "{variable}" is finite, but its largest magnitude {exceeds}. {keep} Weights '
-        "this large also suggest a smaller learning rate or weight decay.{bfloat16}"
+        'The largest magnitude of the variable "{variable}" {exceeds}. {keep} Weights this large '
+        "also suggest a smaller learning rate or weight decay.{bfloat16}"
     ),
     "bad scale": (
-        "The loss scale is {power}. Use tfamp.LossScaleOptimizer, whose scale stays within "
-        "min_scale and max_scale, and start again from a scale such as 2**15."
+        "The loss scale is {power}. Start again from a scale such as 2**15, with "
+        "tfamp.LossScaleOptimizer, which keeps it within min_scale and max_scale."
     ),
     "large scale": (
-        "The loss scale {power} is too large. The largest power of two with which this step is "
-        "finite is {best}: tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). A dynamic "
-        "scale backs off by itself, in a few skipped steps. bfloat16 needs no loss scale."
+        "The loss scale {power} is too large for this step, {best} is not: "
+        "tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). bfloat16 needs no loss scale."
     ),
     "constant": (
         "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "
@@ -247,11 +243,11 @@ _FIXES = {
         "value out of its domain, such as a variance, a difference, below zero. {keep}"
     ),
     "also in float32": (
-        "Precision is not the cause: float32 has it too. {advice}. If it appeared in the course of "
-        "training, lower the learning rate or clip gradients."
+        "Precision is not the cause: float32 has it too. {advice}. If training led to it, lower "
+        "the learning rate or clip gradients."
     ),
 }
-# More about an overflow in ops of some types.
+# Advice by type of the op that overflowed.
 _LARGE = {
     _SUMS: " Add up in float32: each result is the sum{count}.",
     _EXPONENTIALS: (
@@ -271,7 +267,7 @@ _IN_FLOAT32 = {
 
 def _fix(finding: Finding) -> str:
     limits = float_format(finding.dtype)
-    # What underflowed may have been cast to float32 since.
+    # The value that underflowed may have been cast to float32 since.
     low = float_format(finding.dtype if finding.dtype in LOW_PRECISION else "float16")
     size = "" if finding.float32_max is None else f"{finding.float32_max:.4g} "
     maker = finding.vanished_op or "an earlier op"
@@ -293,7 +289,7 @@ def _fix(finding: Finding) -> str:
     if finding.dtype == "float16":
         words["bfloat16"] = " Or use bfloat16, which has float32's range."
     table, otherwise = _LARGE, ""
-    if finding.kind == ALSO_IN_FLOAT32:
+    if finding.kind == "also_in_float32":
         table, otherwise = _IN_FLOAT32, "Look at the ranges of its inputs"
     advice = next((text for ops, text in table.items() if finding.op in ops), otherwise)
     words["advice"] = advice.format(**words)
@@ -301,8 +297,8 @@ def _fix(finding: Finding) -> str:
 
 
 def _case(finding: Finding, tiny: float) -> str:
-    """Returns which of the fixes it is."""
-    is_large = finding.kind == OVERFLOW
+    """Selects a fix."""
+    is_large = finding.kind == "overflow"
     if finding.stage == "loss_scale":
         return "bad scale" if finding.best_scale is None else "large scale"
     if finding.stage in ("input", "weights"):
@@ -310,7 +306,7 @@ def _case(finding: Finding, tiny: float) -> str:
         return f"large {name}" if is_large else name
     if is_large:
         return "constant" if finding.is_constant else "overflow"
-    if finding.kind != UNDERFLOW:
+    if finding.kind != "underflow":
         return finding.kind.replace("_", " ")
     if finding.vanished_op in ("Softmax", "Sigmoid") or (
         finding.op in _LOGS and "oftmax" in str(finding.vanished_layer)
@@ -321,7 +317,7 @@ def _case(finding: Finding, tiny: float) -> str:
 
 
 def _count(finding: Finding) -> str:
-    """How many values a sum adds up for each result; nothing where that is not known."""
+    """Returns " of N values" for a sum of N values; "" if unknown."""
     inputs, outputs = (
         [math.prod(each.shape) for each in finding.ranges[key]] for key in ("inputs", "outputs")
     )
@@ -336,7 +332,7 @@ def _power(value: float | None) -> str:
 
 
 def _keep(finding: Finding) -> str:
-    """How the op is kept in float32."""
+    """Returns how to keep the op in float32."""
     layer, of_layer = finding.layer, f'Keep layer "{finding.layer}" float32: '
     if finding.rewritten_by == "prepare" and finding.layer_class is not None:
         return f'{of_layer}tfamp.prepare(..., keep_float32=["{layer}"]).'

@@ -1,4 +1,4 @@
-"""The step of a model or a function as one graph whose ops are marked with their layers."""
+"""Traces the step of a model or a function as one graph whose ops are marked with their layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.diagnostics.model_runs import computing_in, observing_layers
-from tfamp.graph.functions import bodies, inline_calls, unshare_branches
+from tfamp.diagnostics.model_runs import computing_in
+from tfamp.graph.functions import bodies, flattened
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import rewrap_methods, wrapped_methods
+from tfamp.interop.patching import patched_here, rewrap_methods, wrapped_methods
 from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
@@ -30,12 +29,12 @@ from tfamp.rewriting.function import RewrittenFunction, rewrite
 from tfamp.rewriting.pipeline import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
-# Of the nodes whose functions an op runs in, the outermost first, then of the op.
+# The calls that an op runs in, the outermost first, then the op itself.
 Path: TypeAlias = tuple[Place, ...]
 
 LOSS_SCOPE = "tfamp_loss"
 _LAYER = "_tfamp_layer"
-_MARKER = re.compile(r"tfamp_layer_(\d+)(?:_\d+)?(?:/|$)")
+_OF_A_TAPE = re.compile(r"(?:^|.*/)(?:gradient_tape|gradients)/")
 _SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
 
 
@@ -45,64 +44,78 @@ class Step:
 
     graph_def: Any  # Its calls are inlined.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]  # Of the inputs: arguments, then captures with handles of variables.
+    values: tuple[Any, ...]  # The inputs' values: arguments, then captured tensors and handles.
     outputs: tuple[str, ...]
-    gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
-    operations: tuple[str, ...]  # What has to run as well.
+    gradients: Mapping[str, str]  # Gradient tensor -> name of its variable.
+    operations: tuple[str, ...]  # Ops that run for their effects.
     layers: tuple[Any, ...]  # In the order of their first calls.
-    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
-    reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
+    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable`, which has to be finite.
+    reads: Mapping[str, str]  # Input that is a variable's handle or value -> name of the variable.
     rewritten_by: str = ""
     scale: Any = None  # The variable that holds the loss scale, if one does.
     scale_adapts: bool = True
 
     def layer_of(self, path: Path) -> Any:
-        """Returns the layer of an op; None if it is in none.
+        """Returns the innermost layer around an op; None if it is in none.
 
-        It is the mark of the tracing: an attribute or, of the ops of a tape, which have the name
-        scopes of those that they are the gradients of, a name scope. In a rewritten function, whose
-        names stay as they are, it is that of other ops in the name scope.
+        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite, are
+        named after marked ops: such an op is in the layer of these that share its name, or, if they
+        are of several layers, the next shorter part of it.
         """
         marks: dict[Place, int] = {}
-        by_name_scope: dict[str, set[int]] = defaultdict(set)
+        by_name: dict[str, set[int]] = defaultdict(set)
         for scope, nodes, _ in bodies(self.graph_def):
             for node in nodes:
                 if _LAYER in node.attr:
-                    marks[scope, node.name] = int(node.attr[_LAYER].s)
-                    by_name_scope[node.name.rpartition("/")[0]].add(marks[scope, node.name])
+                    marks[scope, node.name] = number = int(node.attr[_LAYER].s)
+                    for name in (node.name, node.name.rpartition("/")[0]):
+                        by_name[name].add(number)
         for place in reversed(path):
-            marked = [marks[place]] if place in marks else _MARKER.findall(place[1])[-1:]
-            found = set(map(int, marked))
-            scope = place[1].rpartition("gradient_tape/")[2]
-            while len(found) != 1 and "/" in scope:
-                scope = scope.rpartition("/")[0]
-                found = by_name_scope[scope]
+            found = {marks[place]} if place in marks else set()
+            name = _OF_A_TAPE.sub("", place[1])
+            while len(found) != 1 and "/" in name:
+                name = name.rpartition("/")[0]
+                found = by_name[name]
             if len(found) == 1:
                 return self.layers[next(iter(found))]
         return None
 
 
+def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    """Traces the step that the arguments of `find_nonfinite` describe."""
+    if not isinstance(model_or_fn, keras.Layer):
+        return _trace_function(model_or_fn, x, y, loss, dtype)
+    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
+    if sizes == {0}:
+        raise ValueError(
+            "x is an empty batch, whose mean loss is NaN in any precision. Give an example or more."
+        )
+    if not model_or_fn.built:
+        model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
+    return _trace_model(model_or_fn, x, y, loss, dtype)
+
+
 # ---- A model -------------------------------------------------------------------------------------
 
 
-def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
-    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, as the
-    steps of `fit` are.
+    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, like
+    the steps of `fit`.
     """
     compute_loss = _loss_of_model(model, y, loss)
     optimizer = getattr(model, "optimizer", None)
 
     def forward(x: Any) -> Any:
         outputs = model(x, training=compute_loss is not None)
-        # As a policy of tfamp's would have it.
+        # Under one of tfamp's policies outputs are float32.
         return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
 
     function, trained, args = forward, [], [x]
     if compute_loss is not None:
         scaled: Callable[[Any], Any] = tf.identity
-        # Keras's optimizer with a loss scale has none before it is built.
+        # Keras's LossScaleOptimizer has no scale before it is built.
         names = ("dynamic_scale", "loss_scale_factor")
         if optimizer and any(getattr(optimizer, name, None) is not None for name in names):
             scaled = optimizer.scale_loss
@@ -110,10 +123,10 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
         function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     function = tf.autograph.experimental.do_not_convert(function)
-    is_alone = model.distribute_strategy.num_replicas_in_sync == 1 and not model.run_eagerly
-    train_step = wrapped_methods(model).get("train_step") if is_alone and dtype is None else None
-    rewrite = getattr(train_step, "rewrite", None)
-    if rewrite is not None:
+    rewrite: Any = getattr(wrapped_methods(model).get("train_step"), "rewrite", None)
+    is_rewritten = rewrite is not None and dtype is None and not model.run_eagerly
+    is_rewritten = is_rewritten and model.distribute_strategy.num_replicas_in_sync == 1
+    if is_rewritten:
         function = rewrite(tf.function(function, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
         inputs = tuple(keras.tree.map_structure(_as_input, args))
@@ -121,14 +134,14 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return dataclasses.replace(
         step,
-        rewritten_by="" if rewrite is None else "prepare",
+        rewritten_by="prepare" if is_rewritten else "",
         variables=tuple(_named(variables)),
         scale_adapts=getattr(optimizer, "dynamic", True),
     )
 
 
 def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
-    """A function of outputs, inputs and targets that returns the loss; None if there is none."""
+    """Returns the loss as a function of outputs, inputs and targets; None without one."""
     if given is not None:
         loss = _checked_loss(given)
 
@@ -144,13 +157,13 @@ def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
     if y is not None:
         raise ValueError(
             "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, as "
-            "for compile, or leave y out to look at the forward pass only."
+            "for compile, or leave y out to check the forward pass only."
         )
     return None
 
 
 def _checked_loss(given: Any) -> Callable[[Any, Any], Any]:
-    """A loss of targets and outputs."""
+    """Returns a loss as a function of targets and outputs."""
     if not isinstance(given, str) and not callable(given):
         raise TypeError(
             f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
@@ -166,9 +179,9 @@ def _with_loss(
     scaled: Callable[[Any], Any] = tf.identity,
     trained: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
-    """A step of a forward pass's arguments and the targets: results, and gradients.
+    """Returns a step: arguments of the forward pass and targets -> results and gradients.
 
-    They are those of the variables that are trained; None is all that the forward pass uses.
+    The gradients are with respect to `trained`; None is all variables that the forward pass uses.
     """
 
     def step(*given: Any) -> tuple[list[Any], Any]:
@@ -186,9 +199,9 @@ def _with_loss(
 
 @contextlib.contextmanager
 def _losses_kept(model: Any) -> Iterator[None]:
-    """Drops the losses that layers add while they are traced: these belong to the trace.
+    """Drops the losses that layers add during tracing: they are symbolic tensors of the trace.
 
-    They are float32, as where the model computes in a low dtype because of tfamp.
+    They are float32, as in every model that tfamp converted.
     """
     with contextlib.ExitStack() as undo:
         for layer in layers_of(model):
@@ -199,19 +212,18 @@ def _losses_kept(model: Any) -> Iterator[None]:
 
 
 def _as_input(value: Any) -> Any:
-    """A value as Keras would feed it."""
+    """Returns a value as Keras would feed it: no float64, which NumPy makes of Python floats."""
     if value is None or tf.is_tensor(value):
         return value
     array = np.asarray(value)
-    is_wide = array.dtype == np.float64
-    return tf.convert_to_tensor(array.astype(keras.config.floatx()) if is_wide else array)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
 
 # ---- A function ----------------------------------------------------------------------------------
 
 
-def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
-    """Traces a function for a call; one that is float32 is rewritten for a low dtype."""
+def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    """Traces a function; a float32 one is rewritten if a low dtype is given."""
     rewritten = isinstance(function, RewrittenFunction)
     low = dtype if dtype in LOW_PRECISION else None
     if rewritten and low is not None:
@@ -233,7 +245,7 @@ def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) 
 
 
 def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
-    """`x` and `y` as arguments; a tuple `x` is all of them where the function takes as many."""
+    """Returns `x` and `y` as arguments; a tuple `x` if the function takes as many."""
     if y is not None or not isinstance(x, tuple):
         return (x,) if y is None else (x, y)
     parameters = inspect.signature(getattr(function, "python_function", function)).parameters
@@ -245,35 +257,41 @@ def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Notes:
-    """The layers that are called and the gradients that are taken while a step is traced."""
+    """Layers called and gradients taken during tracing.
 
-    mark_names: bool
+    Its methods replace functions of Keras and TensorFlow, which they get as `original`.
+    """
+
     layers: dict[int, Any] = field(default_factory=dict)  # By `id`.
     gradients: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def call_layer(self, layer: Any, call: Callable[[], Any]) -> Any:
+    def call_layer(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Marks the ops of a layer with its number."""
         if tf.executing_eagerly():
-            return call()
+            return original(layer, *args, **kwargs)
         self.layers.setdefault(id(layer), layer)
         number = list(self.layers).index(id(layer))
-        scope = tf.name_scope(f"tfamp_layer_{number}") if self.mark_names else nullcontext()
-        with tf_private.ops_marked(_LAYER, str(number)), scope:
-            return call()
+        with tf_private.ops_marked(_LAYER, str(number)):
+            return original(layer, *args, **kwargs)
 
-    def take_gradient(self, sources: Any, gradients: Any) -> None:
-        flat = tf.nest.flatten(gradients, expand_composites=False)
-        self.gradients += zip(tf.nest.flatten(sources), flat, strict=False)
+    def gradient(
+        self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Notes gradients: a graph does not record which variable a gradient belongs to."""
+        found = original(tape, target, sources, *args, **kwargs)
+        self.add_gradients(sources, found)
+        return found
+
+    def add_gradients(self, sources: Any, gradients: Any) -> None:
+        """Notes gradients, which have the structure of their sources."""
+        self.gradients += zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=False)
 
 
 def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
-    """Traces a function for a call; with sources, it returns results and their gradients."""
-    notes = _Notes(mark_names=not isinstance(function, RewrittenFunction))
+    """Traces a function; with `sources`, it returns results and gradients with respect to them."""
+    notes = _Notes()
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
-    with (
-        observing_layers(notes.call_layer),
-        tf_private.constants_noted(_note_rounding),
-        tf_private.gradients_noted(notes.take_gradient),
-    ):
+    with patched_here(layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
     layers = tuple(notes.layers.values())
@@ -284,14 +302,13 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     values = (*call.tensors, *captured)
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
     if sources:
-        notes.take_gradient(sources, traced.structured_outputs[1])
+        notes.add_gradients(sources, traced.structured_outputs[1])
     gradients = dict(_gradients(graph, notes.gradients, paths))
     operations = tuple(operation.name for operation in graph.control_outputs)
-    graph_def = inline_calls(
-        graph.as_graph_def(add_shapes=False), keep=[*outputs, *gradients, *operations]
-    )
+    kept = [*outputs, *gradients, *operations]
+    graph_def = flattened(graph.as_graph_def(add_shapes=False), kept).graph
     return Step(
-        graph_def=seeded(unshare_branches(graph_def)),
+        graph_def=seeded(graph_def),
         inputs=tuple(inputs),
         values=values,
         outputs=outputs,
@@ -308,21 +325,20 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     )
 
 
-def _note_rounding(value: Any, tensor: Any) -> None:
-    """Keeps what a low-precision constant was before it was rounded."""
-    if tensor.dtype.name not in LOW_PRECISION:
-        return
-    with np.errstate(all="ignore"):
-        given = np.asarray(value, np.float64)
-        rounded = given.astype(tensor.dtype.as_numpy_dtype).astype(np.float64)
-    if not np.array_equal(given, rounded, equal_nan=True):
+def _with_exact(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Creates a constant; one of low precision keeps its unrounded value as an attribute."""
+    tensor = original(value, *args, **kwargs)
+    if tensor.dtype.name in LOW_PRECISION:
+        with np.errstate(over="ignore"):
+            given = np.asarray(value).astype(np.float32)
         # One value stands for all elements of a filled constant.
-        proto = tf.make_tensor_proto(given.astype(np.float32), shape=tensor.shape)
+        proto = tf.make_tensor_proto(given, shape=tensor.shape)
         tf_private.set_attribute(tensor.op, UNROUNDED, proto)
+    return tensor
 
 
 def _traced(function: Any, call: FlatCall) -> Any:
-    """The concrete function of a call; its inputs are the call's tensors, then its captures."""
+    """Returns the concrete function of a call; its inputs are the call's tensors, then captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
     # Arguments that are not tensors here may be constants or tensors of a concrete function.
@@ -344,20 +360,15 @@ def _gradients(
         variable = keras_hooks.native(source)
         is_here = tf.is_tensor(values) and getattr(values, "graph", None) is graph
         if is_here and isinstance(variable, tf.Variable) and values.dtype.name in FLOAT_DTYPES:
-            with graph.as_default():  # What is fetched is made by an Identity.
+            with graph.as_default():  # Fetched tensors have to be the output of an Identity.
                 yield tf.identity(values).name, paths.get(id(variable), bare_name(variable))
 
 
 def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The paths of Keras variables, and names of others, with the `tf.Variable`s behind them."""
+    """Returns paths of Keras variables, or names of others, with their `tf.Variable`s."""
     return [(getattr(v, "path", None) or bare_name(v), keras_hooks.native(v)) for v in variables]
 
 
 def bare_name(variable: Any) -> str:
-    """Returns the name of a `tf.Variable` without its output."""
+    """Returns the name of a `tf.Variable` without ":0"."""
     return str(variable.name).partition(":")[0]
-
-
-def shown_name(node: str) -> str:
-    """Returns a node's name without the marks of the tracing."""
-    return _MARKER.sub("", node)

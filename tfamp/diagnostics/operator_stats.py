@@ -1,4 +1,4 @@
-"""`op_counts`: the number of ops of each type and dtype of a function, a model or a train step."""
+"""`op_counts`: counts the ops of a function, model or train step by type and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.index import build_indexes
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
 
-# Ops that compute nothing: they hold or pass on a value, or call functions that are counted.
+# Ops that only hold or pass on a value, or call functions, which are counted instead.
 _NOT_COUNTED = {ARGUMENT, RESULT} | op_types("""
     Case Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall
     StatelessCase StatelessIf StatelessWhile SymbolicGradient While
@@ -23,15 +23,14 @@ _STEP_ARGUMENTS = (2, 3)
 def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> dict[str, dict[str, int]]:
     """Counts the ops of a function, by op type and dtype.
 
-    The function is traced, not run: no variable changes. What a first call would make, such as the
-    variables of a layer or an optimizer, is made. Ops inside loops, branches and nested functions
-    count too: the body of a loop and every branch once, however often they run, and a function once
-    for every place that calls it. What computes nothing is left out: arguments, constants,
-    identities and the calls themselves.
+    The function is traced, not run: no variable changes, but variables that a first call creates,
+    of a layer or an optimizer, are created. Ops inside loops, branches and nested functions count
+    too: the body of a loop and every branch once, and a function once for each call. Arguments,
+    constants, identities and the calls themselves are left out.
 
-    An op's dtype is that of its first float output; of its first float input where it has no float
-    output, as a comparison or an assignment; then that of its first tensor. A Cast therefore counts
-    for the dtype it makes. This is Paddle's operator statistics.
+    An op counts for the dtype of its first float output; without one, as in a comparison or an
+    assignment, of its first float input, then of its first tensor. A Cast therefore counts for its
+    result's dtype. This corresponds to Paddle's operator statistics.
 
     Args:
         fn: What to count: a Python function or `tf.function`, also one that holds a tape and an
@@ -84,7 +83,7 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _computed(scope: str, indexes: Mapping[str, GraphIndex]) -> Iterator[tuple[str, str]]:
-    """Every op with its dtype, those of called functions once for each call."""
+    """Yields type and dtype of every op, those of a function once for each call."""
     index = indexes[scope]
     dtypes = defaultdict[int, list[str]](list)
     # Outputs before inputs.

@@ -1,51 +1,52 @@
-"""Pictures of a monitor's records; matplotlib is loaded when one is made."""
+"""Plots of a monitor's records; matplotlib is loaded on the first."""
 
 from __future__ import annotations
 
 import bisect
-import functools
+import contextlib
 import io
 import itertools
 import json
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-
-# Of Okabe and Ito's palette, which people with all common kinds of colour blindness tell apart.
+# From Okabe and Ito's palette, which suits all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
 INK, FAINT = "#1c2430", "#5b6675"
-# Shares of the values under which an exponent does not make the picture wider.
-_FEW = 5e-4
+# The exponents that are drawn; values further out are drawn at the ends.
+_SPAN = (-60, 28)
+# Float16's ranges of exponents, each with its colour.
+_RANGES = (
+    (_SPAN[0], SUBNORMAL, RED),
+    (SUBNORMAL, NORMAL, ORANGE),
+    (NORMAL, LARGEST + 1, SKY),
+    (LARGEST + 1, _SPAN[1], RED),
+)
 
 
-def _with_matplotlib(plot: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Makes a function draw in matplotlib's default style, which suits pages of any colour."""
-
-    @functools.wraps(plot)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        try:
-            from matplotlib import style
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
-            ) from error
-        with style.context("default"):
-            return plot(*args, **kwargs)
-
-    return drawn
+@contextlib.contextmanager
+def _default_style() -> Iterator[None]:
+    """Draws in matplotlib's default style, which suits pages of any colour."""
+    try:
+        from matplotlib import style
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'Plots need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
+        ) from error
+    with style.context("default"):
+        yield
 
 
-@_with_matplotlib
+@_default_style()
 def plot_loss_scale(history: Any) -> Figure:
     """Draws the loss scale over the steps, with the skipped ones marked.
 
@@ -57,14 +58,14 @@ def plot_loss_scale(history: Any) -> Figure:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: There is no record yet.
+        ValueError: There are no records yet.
 
     Example:
         >>> from tfamp.diagnostics import NumericsMonitor, plot_loss_scale
         >>> plot_loss_scale(NumericsMonitor())
         Traceback (most recent call last):
         ...
-        ValueError: There is no record to show. ...
+        ValueError: The history has no record to show. ...
     """
     records = _records_of(history)
     steps, scales = _scale_steps(records)
@@ -97,34 +98,34 @@ def plot_loss_scale(history: Any) -> Figure:
     return figure
 
 
-@_with_matplotlib
+@_default_style()
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
-    """Draws the sizes of gradients, against the ranges of float16.
+    """Draws the magnitudes of gradients against the ranges of float16.
 
-    Above without loss scale, below with the one they had. Shaded are the ranges in which float16
-    flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title counts the
-    values that were zero already.
+    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges in
+    which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title
+    has the share of zeros.
 
     Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
     Args:
         history: A `NumericsMonitor`, its `history`, one record of it, or the path of its JSON
             lines. Several records are drawn together.
-        variable: Name of the variable whose gradient to draw; None draws those of all.
+        variable: Name of the variable whose gradient to draw; None draws all gradients.
 
     Returns:
         A matplotlib figure; `figure.savefig("exponents.png")` writes it.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: There is no record yet, or none of this variable.
+        ValueError: There are no records yet, or none of this variable.
 
     Example:
         >>> from tfamp.diagnostics import NumericsMonitor, plot_exponents
         >>> plot_exponents(NumericsMonitor())
         Traceback (most recent call last):
         ...
-        ValueError: There is no record to show. ...
+        ValueError: The history has no record to show. ...
     """
     records = _records_of(history)
     unscaled: Counter[int] = Counter()
@@ -141,16 +142,13 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
             scaled[int(exponent) + shift] += number
     figure = _new_figure(5.2, rows=2)
     above, below = figure.axes
-    total = sum(unscaled.values())
-    many = [e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total]
-    span = min([SUBNORMAL - 6, *many]) - 2, max([LARGEST + 4, *many]) + 3
     shifts = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
     scales = dict.fromkeys(map(_power_of_two, (min(shifts), max(shifts))))
     titles = "without loss scale", f"with loss scale {' to '.join(scales)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
         axes.set_title(title, loc="left", fontsize=10)
-        _draw_exponents(axes, {e: number / total for e, number in counts.items()}, span)
-    _name_ranges(above, span)
+        _draw_exponents(axes, counts)
+    _name_ranges(above)
     below.set_xlabel("size of a gradient value (zeros left out)")
     whose = "all variables" if variable is None else variable
     share = zeros / values if values else 0.0
@@ -166,43 +164,38 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
         return record["gradients"]
     if variable not in record["variables"]:
         names = ", ".join(record["variables"])
-        raise ValueError(f"There is no record of {variable!r}; there are {names}.")
+        raise ValueError(f"The history has no record of {variable!r}; there are {names}.")
     return record["variables"][variable]
 
 
-def _draw_exponents(axes: Any, shares: Mapping[int, float], span: tuple[int, int]) -> None:
+def _draw_exponents(axes: Any, counts: Mapping[int, int]) -> None:
     from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
-    for first, last, color in _ranges(span):
+    for first, last, color in _RANGES:
         axes.axvspan(first, last, color=color, alpha=0.16, linewidth=0)
-    drawn: dict[int, float] = defaultdict(float)
-    for exponent, share in shares.items():
-        # The few that are further out stand at the ends.
-        drawn[min(max(exponent, span[0]), span[1] - 1)] += share
-    axes.bar(list(drawn), list(drawn.values()), width=0.86, align="edge", color=INK)
-    axes.set_xlim(*span)
+    drawn: Counter[int] = Counter()
+    for exponent, number in counts.items():
+        drawn[min(max(exponent, _SPAN[0]), _SPAN[1] - 1)] += number
+    total = max(sum(counts.values()), 1)
+    heights = [number / total for number in drawn.values()]
+    axes.bar(list(drawn), heights, width=0.86, align="edge", color=INK)
+    axes.set_xlim(*_SPAN)
     axes.xaxis.set_major_locator(MultipleLocator(8))
     axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share of values")
-    flushed = sum(share for e, share in shares.items() if e < SUBNORMAL)
-    subnormal = sum(share for e, share in shares.items() if SUBNORMAL <= e < NORMAL)
-    over = sum(share for e, share in shares.items() if e > LARGEST)
+    in_range = [sum(drawn[e] for e in range(first, last)) / total for first, last, _ in _RANGES]
+    flushed, subnormal, _, over = in_range
     words = f"flushed {flushed:.1%}   subnormal {subnormal:.1%}   overflow {over:.1%}"
     axes.set_title(words, loc="right", fontsize=9, color=FAINT)
 
 
-def _ranges(span: tuple[int, int]) -> Iterator[tuple[int, int, str]]:
-    ends = (span[0], SUBNORMAL, NORMAL, LARGEST + 1, span[1])
-    return zip(ends, ends[1:], (RED, ORANGE, SKY, RED), strict=False)
-
-
-def _name_ranges(axes: Any, span: tuple[int, int]) -> None:
-    """Writes the names of float16's ranges into the upper axes."""
+def _name_ranges(axes: Any) -> None:
+    """Writes the names of float16's ranges into the upper plot."""
     names = ("flushed to 0", "subnormal", "float16's normal range", "inf")
     top = axes.get_ylim()[1]
     axes.set_ylim(0, top * 1.2)
-    for (first, last, _), name in zip(_ranges(span), names, strict=True):
+    for (first, last, _), name in zip(_RANGES, names, strict=True):
         axes.text((first + last) / 2, top * 1.1, name, ha="center", va="center", fontsize=8.5)
 
 
@@ -219,8 +212,8 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     if not records:
         raise ValueError(
-            "There is no record to show. A NumericsMonitor makes one every `every` steps: train "
-            "for more steps, or make `every` smaller."
+            "The history has no record to show. Train for more steps, or give NumericsMonitor a "
+            "smaller `every`."
         )
     return list(records)
 
@@ -228,7 +221,7 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
 def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
     """Returns the steps at which the loss scale changed, and the scale from each on.
 
-    The first and the last step are among them; the last repeats the last scale.
+    The first and the last step are included; the last repeats the last scale.
     """
     pairs = (each for record in records for each in record["loss_scales"])
     groups = itertools.groupby(pairs, key=lambda each: each[1])
@@ -237,15 +230,15 @@ def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[
     return [*steps, last], [*scales, scales[-1]]
 
 
-# ---- What all pictures share ---------------------------------------------------------------------
+# ---- Shared by all plots -------------------------------------------------------------------------
 
 
 def _new_figure(height: float, rows: int = 1) -> Any:
-    """Returns a figure with axes below one another, without a window; notebooks show it."""
+    """Returns a figure with stacked axes and without a window; notebooks show it."""
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """Of figures without a window, IPython shows only those made after pyplot is imported."""
+        """IPython shows other figures without a window only after pyplot is imported."""
 
         def _repr_png_(self) -> bytes:
             data = io.BytesIO()

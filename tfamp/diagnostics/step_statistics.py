@@ -1,17 +1,16 @@
-"""Counts of gradient values by binary exponent: kept on the device, and read as histograms.
+"""Counts gradient values by binary exponent on the device; reads them as histograms and records.
 
-The device counts, so that the host need not wait for it; `ExponentHistogram` is the value that
-comes of it, and shows what float16 makes of the gradients.
+The counts stay on the device until a record is made, so that the host need not wait for each step.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -23,26 +22,30 @@ SUBNORMAL, NORMAL, LARGEST = -24, -14, 15
 FLOAT16_MAX = 65504.0
 SHARES = ("under_2**-24", "under_2**-14", "over_65504")
 
-# Counts have one column for each of float32's exponents, biased as in its bits; then NaNs, values
-# over either bound, and the bits of the largest finite value.
+# Columns of counts: one for each biased exponent of float32; then NaNs, values over either bound,
+# and the bits of the largest finite value.
 EXPONENTS, MANTISSA_BITS = 256, 23
 _BIAS = 127
 _NANS, _OVER, _OVER_SECOND, _LARGEST = range(EXPONENTS, EXPONENTS + 4)
 COLUMNS = EXPONENTS + 4
 
 
+# A step, its loss scale, and the number of steps skipped before.
+PastStep: TypeAlias = tuple[int, float, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counts of the values of some tensors at one step."""
+    """Counts of the values of several tensors at one step."""
 
-    step: int  # Counted from 1; 0 where there has been none.
+    step: int  # From 1; 0 before the first.
     loss_scale: float
-    divisor: float  # What the tensors are to be divided by to be without loss scale.
+    divisor: float  # The tensors divided by it have no loss scale.
     counts: tuple[tuple[Sequence[int], ...], ...]  # For every tensor, a row for each replica.
 
 
 class SampledCounts:
-    """Variables that hold the counts of tensors at one step, each replica's of its own."""
+    """Variables with the counts of tensors at one step, separate for each replica."""
 
     def __init__(self, tensors: int) -> None:
         self._counts = _local_variable(np.zeros((tensors, COLUMNS), "int64"))
@@ -50,13 +53,9 @@ class SampledCounts:
         self._facts = _local_variable(np.array([0.0, 1.0, 1.0]))
 
     def write(self, wanted: Any, counts: Any, facts: Any) -> None:
-        """Replaces what is there where `wanted`, a scalar bool tensor, is True."""
+        """Replaces the counts if `wanted`, a scalar bool tensor, is True."""
         self._counts.assign(tf.where(wanted, counts, self._counts))
         self._facts.assign(tf.where(wanted, facts, self._facts))
-
-    def step(self) -> int:
-        """Returns the step of the sample; waits for the device."""
-        return int(_replicas(self._facts)[0][0])
 
     def read(self) -> Sample:
         """Returns the sample; waits for the device."""
@@ -68,25 +67,25 @@ class SampledCounts:
 
 
 class StepStatistics:
-    """Counts steps, remembers their loss scales, and samples gradients `every` so many steps.
+    """Counts steps, keeps their loss scales, and samples the gradients of every `every`-th step.
 
-    The loss scales of the last `remembered` steps are kept. Before the first there have been
-    `start` steps, of which `skipped` were skipped.
+    The loss scales of the last `remembered` steps are kept. `start` is the number of steps taken
+    before, `skipped` the number of skipped ones among them.
     """
 
     def __init__(self, every: int, remembered: int, start: int, skipped: int) -> None:
         self._every = every
         self._remembered = remembered
         self._step = _local_variable(np.int64(start))
-        # Loss scale of each step, and how many steps had been skipped before it. One variable: it
-        # is written at every step.
+        # Loss scale of each step, and the number of steps skipped before it. One variable, as it is
+        # written at every step.
         self._past = _local_variable(np.zeros((remembered, 2)))
-        # For steps nobody else counts.
+        # For optimizers that do not count skipped steps.
         self._skipped = _local_variable(np.int64(skipped))
         self._consecutive = _local_variable(np.int64(0))
         self._rows: dict[int, int] = {}
         self.variables: list[Any] = []
-        # Of the last step that was due, and of the last that was not finite.
+        # Samples of the last step that was due, and of the last that was not finite.
         self.samples: list[SampledCounts] = []
 
     def _make_room(self, variables: Sequence[Any]) -> None:
@@ -99,7 +98,7 @@ class StepStatistics:
         self._step.assign(tf.cast(step, tf.int64) - 1)
 
     def own_skips(self, finite: Any) -> Any:
-        """Counts a step as skipped or not; returns how many were skipped before it."""
+        """Counts a step as skipped or not; returns the number of steps skipped before it."""
         before = tf.identity(self._skipped)
         skipped = tf.cast(tf.logical_not(finite), tf.int64)
         self._skipped.assign_add(skipped)
@@ -116,19 +115,19 @@ class StepStatistics:
         skipped_before: Any,
         faulty: Any,
     ) -> None:
-        """Looks at the gradients of one step; nothing here waits for the device.
+        """Counts a step, and samples its gradients if it is due or `faulty` (not all finite).
 
-        The gradients are still to be divided by `divisor`. They are looked at if the step is due,
-        or `faulty`, because one is not finite. All of these are scalars.
+        Nothing here waits for the device. The gradients still have to be divided by `divisor`. All
+        keyword arguments are scalars.
         """
         if not self.samples:
             outside_the_graph(lambda: self._make_room(variables))
         unknown = [variable for variable in variables if id(variable) not in self._rows]
         if unknown:
             raise ValueError(
-                f"This monitor observes {len(self.variables)} other variables; got {len(unknown)} "
-                "it does not know. Use one NumericsMonitor for each set of variables, or record "
-                "the gradients of all of them together, None for those that are not at hand."
+                f"This monitor observes {len(self.variables)} other variables than the "
+                f"{len(unknown)} given. Use one NumericsMonitor for each set of variables, or give "
+                "all of them each time, with None for a missing gradient."
             )
         step = self._step + 1
         due = tf.equal(step % self._every, 0)
@@ -142,7 +141,7 @@ class StepStatistics:
             scaled_bound = tf.cast(FLOAT16_MAX * divisor / scale, tf.float32)
             rows: list[Any] = [None] * len(self.variables)
             for gradient, variable in zip(gradients, variables, strict=True):
-                # The "gradient" of such a variable is its next value, no derivative.
+                # The "gradient" of such a variable is its next value, not a derivative.
                 if not getattr(variable, "overwrite_with_gradient", False):
                     rows[self._rows[id(variable)]] = gradient
             counts = count_values(rows, bound, scaled_bound)
@@ -158,14 +157,11 @@ class StepStatistics:
         return int(_replicas(self._step)[0])
 
     def skips(self) -> tuple[int, int]:
-        """Returns how many steps `own_skips` counted, in all and in a row; waits for the device."""
+        """Returns the steps that `own_skips` counted, in all and in a row; waits for the device."""
         return int(_replicas(self._skipped)[0]), int(_replicas(self._consecutive)[0])
 
-    def past(self, first: int, last: int) -> list[tuple[int, float, int]]:
-        """Returns step, loss scale and steps skipped before, of the steps remembered from `first`.
-
-        `last` is at most the number of steps taken.
-        """
+    def past(self, first: int, last: int) -> list[PastStep]:
+        """Returns the remembered steps from `first` to `last`, which is at most the last taken."""
         rows = _replicas(self._past)[0]
         first = max(first, last - self._remembered + 1)
         places = ((step, rows[(step - 1) % self._remembered]) for step in range(first, last + 1))
@@ -173,43 +169,31 @@ class StepStatistics:
 
 
 def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
-    """Counts the values of tensors by binary exponent.
+    """Counts the values of tensors by binary exponent, and those over two bounds, float32 scalars.
 
-    Of `tf.IndexedSlices` only the values count, and None has none. Counted too are the values over
-    either bound, scalars in float32. The exponent is read from the bits. XLA compiles it too. What
-    is under float32's normal range, 2**-126, counts as zero: TensorFlow takes it for zero in most
-    places.
+    Only the values of `tf.IndexedSlices` count, and None has none. The exponent is read from the
+    bits. XLA can compile it. Values below float32's normal range, 2**-126, count as zero, as most
+    ops of TensorFlow flush them.
 
     Returns:
         A row of int64 columns for each tensor, which `histogram` reads.
     """
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    given = [None if each is None else _as_float32(each) for each in values]
-    nothing = tf.zeros((COLUMNS,), tf.int64)
-    rows = tf.stack([nothing if each is None else _counted(each) for each in given])
     bounds = tf.cast(tf.stack([bound, second_bound]), tf.float32)
-    least = tf.bitwise.right_shift(_bits(tf.reduce_min(bounds)), np.int64(MANTISSA_BITS))
-    large = (rows[:, :EXPONENTS] > 0) & (np.arange(EXPONENTS, dtype="int64") >= least)
-
-    def closer_look() -> Any:
-        unseen = nothing[EXPONENTS:]
-        looks = [unseen if each is None else _looked_at(each, bounds) for each in given]
-        return tf.concat([rows[:, :EXPONENTS], tf.stack(looks)], 1)
-
-    # Mostly nothing is that large, and more passes over all values are saved.
-    return tf.cond(tf.reduce_any(large), closer_look, lambda: tf.identity(rows))
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
+    nothing = tf.zeros((COLUMNS,), tf.int64)
+    rows = [nothing if each is None else _counted(_as_float32(each), bounds) for each in values]
+    return tf.stack(rows)
 
 
-# One trace for all tensors, and in a graph one node for each. The maxima, comparisons and sums of
-# int32 are made on the host, wherever the tensors are: nothing of that kind is int32.
-_once_traced = functools.partial(
-    tf.function, autograph=False, experimental_attributes={"_noinline": True}
+# One trace for all tensors, and in a graph one node for each. Sums are int64: TensorFlow computes
+# those of int32 on the host, wherever the tensors are.
+@tf.function(
+    input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)],
+    autograph=False,
+    experimental_attributes={"_noinline": True},
 )
-
-
-@_once_traced(input_signature=[tf.TensorSpec(None, tf.float32)])
-def _counted(values: Any) -> Any:
-    """The row of a tensor in which all is finite and within bounds."""
+def _counted(values: Any, bounds: Any) -> Any:
+    """Returns the row of a tensor."""
     sizes = tf.abs(tf.reshape(values, (-1,)))
     exponents = tf.bitwise.right_shift(tf.bitcast(sizes, tf.uint32), np.uint32(MANTISSA_BITS))
     counts = tf.raw_ops.DenseBincount(
@@ -218,32 +202,18 @@ def _counted(values: Any) -> Any:
         weights=tf.zeros((0,), tf.int32),
         binary_output=False,
     )
-    none = tf.zeros((3,), tf.int64)
-    return tf.concat([tf.cast(counts, tf.int64), none, _bits(_largest(sizes))[None]], 0)
-
-
-@_once_traced(input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)])
-def _looked_at(values: Any, bounds: Any) -> Any:
-    """The columns behind the exponents of any tensor."""
-    sizes = tf.abs(tf.reshape(values, (-1,)))
     masks = [tf.math.is_nan(sizes), *(sizes > bound for bound in tf.unstack(bounds))]
     numbers = [tf.reduce_sum(tf.cast(mask, tf.int64)) for mask in masks]
     finite = tf.where(tf.math.is_finite(sizes), sizes, 0.0)
-    return tf.stack([*numbers, _bits(_largest(finite))])
-
-
-def _largest(sizes: Any) -> Any:
-    return tf.maximum(tf.reduce_max(sizes), 0.0)  # Of no value at all the maximum is -inf.
-
-
-def _bits(value: Any) -> Any:
-    return tf.cast(tf.bitcast(value, tf.uint32), tf.int64)
+    largest = tf.maximum(tf.reduce_max(finite), 0.0)  # The maximum of an empty tensor is -inf.
+    bits = tf.cast(tf.bitcast(largest, tf.uint32), tf.int64)
+    return tf.concat([tf.cast(counts, tf.int64), tf.stack([*numbers, bits])], 0)
 
 
 def _as_float32(values: Any) -> Any:
     if values.dtype != tf.float64:
         return tf.cast(values, tf.float32)
-    # What float32 cannot hold counts as its largest or its smallest normal number.
+    # Values out of float32's range count as its largest or its smallest normal number.
     limits = tf.float32.max, tf.constant(2.0**-126, tf.float64)
     held = tf.clip_by_value(tf.abs(values), limits[1], limits[0])
     inside = tf.math.is_finite(values) & tf.not_equal(values, 0.0)
@@ -251,13 +221,13 @@ def _as_float32(values: Any) -> Any:
 
 
 def only_if(wanted: Any, work: Callable[[], None]) -> None:
-    """Does some work where a scalar bool tensor is True; elsewhere it costs next to nothing.
+    """Does some work if a scalar bool tensor is True; otherwise it costs almost nothing.
 
-    The work is traced anew at each call: each replica of a strategy has variables of its own.
+    The work is traced again at each call: each replica of a strategy has its own variables.
     """
     if not tf.executing_eagerly():
-        # One node in the branch: else TensorFlow would put all nodes of the work into the graph
-        # around it, and pass on at every step, for each of them, that it is not to run.
+        # One node in the branch: otherwise TensorFlow would lower the branch into the graph around
+        # it, and propagate a dead tensor to each of its nodes at every step.
         work = tf.function(work, autograph=False, experimental_attributes={"_noinline": True})
 
     def branch() -> None:
@@ -267,7 +237,7 @@ def only_if(wanted: Any, work: Callable[[], None]) -> None:
 
 
 def _local_variable(value: Any) -> tf.Variable:
-    # Under a strategy every replica writes its own copy and nothing is sent.
+    # Under a strategy every replica writes its own copy and nothing is communicated.
     return tf.Variable(
         value,
         trainable=False,
@@ -288,11 +258,11 @@ def _replicas(variable: Any) -> list[np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class ExponentHistogram:
-    """How many values of a tensor have which binary exponent.
+    """Numbers of a tensor's values by binary exponent.
 
-    Counted are, for each exponent e, the finite values with 2**e <= |value| < 2**(e + 1); zeros;
-    infs of either sign; NaNs; and values over 65504, infs included. `largest` is the largest finite
-    absolute value, 0 if there is none.
+    For each exponent e the number of finite values with 2**e <= |value| < 2**(e + 1); numbers of
+    zeros, infs of either sign, NaNs, and values over 65504, infs included. `largest` is the largest
+    finite absolute value, or 0.
     """
 
     counts: Mapping[int, int] = field(default_factory=dict)
@@ -313,7 +283,7 @@ class ExponentHistogram:
         return sum(self.counts.values()) + self.zeros + self.nonfinite
 
     def shares(self) -> dict[str, float]:
-        """Returns the shares, of the values that are neither zero nor NaN, that float16 loses."""
+        """Returns the shares that float16 loses of the values that are neither zero nor NaN."""
         total = max(sum(self.counts.values()) + self.infs, 1)
         under = (
             sum(number for e, number in self.counts.items() if e < limit)
@@ -322,19 +292,14 @@ class ExponentHistogram:
         parts = (*under, self.over)
         return {name: part / total for name, part in zip(SHARES, parts, strict=True)}
 
-    def shifted(self, exponent: int, over: int | None = None) -> ExponentHistogram:
-        """Returns the histogram of the values times 2**exponent.
-
-        `over` is how many are over 65504 then; without it, from 65504 to 65536 counts as under.
-        """
+    def shifted(self, exponent: int, over: int) -> ExponentHistogram:
+        """Returns the histogram of the values times 2**exponent, of which `over` exceed 65504."""
         counts = {e + exponent: number for e, number in self.counts.items()}
-        if over is None:
-            over = sum(n for e, n in counts.items() if e > LARGEST) + self.infs
         largest = self.largest * 2.0**exponent
         return ExponentHistogram(counts, self.zeros, self.infs, self.nans, over, largest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the part of a monitor's record about one tensor, without the shares."""
+        """Returns a monitor's record of one tensor, without the shares."""
         values = self.values
         return {
             "values": values,
@@ -356,18 +321,17 @@ def total(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
 
 
 def suggested_scale(unscaled: ExponentHistogram) -> float | None:
-    """The loss scale that puts the most values of unscaled gradients in float16's normal range.
+    """Returns the loss scale with the most values of unscaled gradients in float16's normal range.
 
-    Of the powers of two that take no value over 65504, the one with the most values from 2**-14 on;
-    of several that have as many the one in the middle, with as much room above as below. None
-    without a finite value other than zero.
+    It is a power of two with which no value exceeds 65504; of several with as many values of
+    2**-14 or more the one in the middle, with equal margins. None without a finite nonzero value.
     """
     if not unscaled.counts or not unscaled.largest:
         return None
     top = LARGEST - max(unscaled.counts)
     if unscaled.largest * 2.0**top > FLOAT16_MAX:
         top -= 1
-    # Below this nothing is in the normal range any more.
+    # Below this no value is in the normal range.
     bottom = NORMAL - max(unscaled.counts)
     scales = range(min(bottom, top), top + 1)
     in_range = {k: sum(n for e, n in unscaled.counts.items() if e + k >= NORMAL) for k in scales}
@@ -377,21 +341,58 @@ def suggested_scale(unscaled: ExponentHistogram) -> float | None:
 
 
 def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHistogram, int]:
-    """The histogram of values divided by `scale`, and how many were over the second bound.
+    """Returns the histogram of values divided by `scale`, and the number over the second bound.
 
-    `rows` are the counts of each replica. A scale that is no power of two counts as the next below.
+    `rows` are the counts of each replica. Other scales than powers of two are rounded down to one.
     """
     columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
     counts = {i - _BIAS: n for i, n in enumerate(columns[:EXPONENTS]) if n}
     # Zeros have the exponent bits of subnormal numbers, NaNs those of infs.
     zeros, nans = counts.pop(-_BIAS, 0), columns[_NANS]
     infs = counts.pop(EXPONENTS - 1 - _BIAS, 0) - nans
-    largest = max(_float_of_bits(int(row[_LARGEST])) for row in rows)
+    bits = max(int(row[_LARGEST]) for row in rows)  # In the order of the values.
+    largest = float(np.uint32(bits).view(np.float32)) if bits >> MANTISSA_BITS else 0.0
     seen = ExponentHistogram(counts, zeros, infs, nans, columns[_OVER], largest)
     return seen.shifted(-math.frexp(scale)[1] + 1, seen.over), columns[_OVER_SECOND]
 
 
-def _float_of_bits(bits: int) -> float:
-    exponent, mantissa = divmod(bits, 2**MANTISSA_BITS)
-    value = (2**MANTISSA_BITS + mantissa) * 2.0 ** (exponent - _BIAS - MANTISSA_BITS)
-    return value if exponent else 0.0
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def make_record(
+    sample: Sample, names: Sequence[str], past: Sequence[PastStep], skips: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the record of a sample of gradients, as `NumericsMonitor` describes it.
+
+    `names` are the variables', in the sample's order; `past` has the steps since the last record,
+    `skips` the numbers of skipped steps, in all and in a row.
+    """
+    # A scale that is not a power of two is rounded down to one.
+    exponent = math.frexp(sample.loss_scale)[1] - 1
+    unscaled, scaled = {}, {}
+    for name, rows in zip(names, sample.counts, strict=True):
+        unscaled[name], over = histogram(rows, sample.divisor)
+        scaled[name] = unscaled[name].shifted(exponent, over)
+    everything = total(unscaled.values()), total(scaled.values())
+    bad = [name for name, each in unscaled.items() if each.nonfinite]
+    return {
+        "step": sample.step,
+        "loss_scale": sample.loss_scale,
+        "suggested_scale": suggested_scale(everything[0]),
+        "skipped_steps": skips[0],
+        "consecutive_skipped_steps": skips[1],
+        "loss_scales": [list(next(group)[:2]) for _, group in groupby(past, key=lambda x: x[1])],
+        "skipped": _skipped(past, skips[0]),
+        "first_nonfinite": bad[0] if bad else None,
+        "gradients": _described(*everything),
+        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
+    }
+
+
+def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
+    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
+
+
+def _skipped(past: Sequence[PastStep], skipped: int) -> list[int]:
+    after = [before for _, _, before in past[1:]] + [skipped]
+    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]

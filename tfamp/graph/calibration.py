@@ -20,7 +20,7 @@ from tfamp.planning.ranges import Limits, Ranges, TensorRange
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Data to run a function on before it is rewritten, to find values too large for low precision.
+    """Data for finding values that are too large for low precision, before a rewrite.
 
     The function runs in float32 on each element of the data; a few batches that are typical, and
     some that are extreme, are enough. What exceeds a limit stays float32, and the plan gives the
@@ -30,7 +30,7 @@ class Calibration:
     Args:
         data: One element for each call: a tuple of its arguments, a dict of its keyword arguments,
             or its only argument, such as an array. A `tf.data.Dataset` will do. An iterator is read
-            when the calibration is made, as data may be gone through more than once.
+            when the calibration is made, as data may be iterated more than once.
         data_max: Largest magnitude that may be in low precision; None is 512 for float16 and no
             limit for bfloat16. `math.inf` switches it off.
         reduction_depth: Largest number of values that may be added up for a result in low
@@ -39,7 +39,8 @@ class Calibration:
             matmuls and convolutions, whose kernels add up in float32.
 
     Raises:
-        TypeError: The data is one array or dict, or no iterable; or a limit is no number.
+        TypeError: The data is a single array or dict, or not an iterable; or a limit is not a
+            number.
         ValueError: The data is endless, or a limit is not positive; empty data is an error when it
             is read.
 
@@ -89,7 +90,7 @@ class Calibration:
 
         Args:
             path: The file. Its arrays have the names of the function's inputs; their first axis is
-                that of the batch.
+                the batch.
             data_max: As for `Calibration`.
             reduction_depth: As for `Calibration`.
 
@@ -213,7 +214,7 @@ def _range_after(before: TensorRange | None, value: Any) -> TensorRange:
     """Adds one execution to the range of a tensor, as an `Observer` needs it."""
     low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
     largest = max(abs(low), abs(high))
-    # An execution that had a NaN does not tell how large values are.
+    # A NaN hides how large the other values are.
     size = 0.0 if math.isnan(low) else largest
     found = TensorRange(size, not math.isfinite(largest), value.shape)
     return found if before is None else before.joined(found)

@@ -1,4 +1,4 @@
-"""Nodes of a GraphDef: how their tensors are spelled, their ops' signatures, and edits in place.
+"""Nodes of a GraphDef: names of their tensors, signatures of their ops, and edits in place.
 
 The definitions of ops come from TensorFlow's registry, or from a graph's function library: a
 function may be called by its name, like an op.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,16 +54,16 @@ _OTHER_WRITES = frozenset(
 
 
 class OpSignature(NamedTuple):
-    """Arguments of an op and what it says about its type attributes.
+    """Arguments and type attributes of an op.
 
     Attributes:
         inputs: The `OpDef.ArgDef`s of its inputs, shared by all callers: not to be changed.
-        outputs: Those of its outputs.
+        outputs: The same of its outputs.
         allowed: For each type attribute, lists of types included, the dtypes it may be; None
             stands for any.
         lists: The type attributes that are lists.
         defaults: Default values of attributes a node may leave out: a dtype, a tuple or a number.
-        numbers: Attributes that say how many tensors an argument is.
+        numbers: Attributes that hold the number of tensors of an argument.
         uses_references: Whether an argument is a reference to a variable's memory.
     """
 
@@ -82,7 +82,7 @@ class OpSignature(NamedTuple):
 
 
 def signature(definition: Any) -> OpSignature:
-    """Returns what an `OpDef` message says."""
+    """Returns the signature that an `OpDef` defines."""
     arguments = (*definition.input_arg, *definition.output_arg)
     types = [attr for attr in definition.attr if attr.type in ("type", "list(type)")]
     given = [attr for attr in definition.attr if attr.HasField("default_value")]
@@ -143,15 +143,15 @@ def _allowed(attr: Any) -> frozenset[str] | None:
     return frozenset(tf_private.dtype_name(each) for each in attr.allowed_values.list.type)
 
 
-# What kernels refuse although they are registered for a dtype, which TensorFlow tells only when one
-# runs. A CPU's float16 kernels of these ops are the plain ones, while those of float32 and bfloat16
-# are oneDNN's, which take all of it. These do not spread a filter out. Conv2D's kernel does, but
-# its gradients, which TensorFlow adds in the dtype of the op, cannot.
+# Options that registered kernels refuse at run time. A CPU's float16 kernels of these ops are
+# TensorFlow's own; its float32 and bfloat16 kernels are oneDNN's, which support all options. The
+# former do not support dilation. Conv2D's kernel does, but its gradients, which TensorFlow adds in
+# the dtype of the op, do not.
 _NOT_DILATED = op_types("""
     Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2
     Conv3DBackpropInputV2 DepthwiseConv2dNative
 """)
-# These take images with channels last only.
+# These support NHWC only.
 _CHANNELS_LAST = _NOT_DILATED | {
     "AvgPool",
     "AvgPoolGrad",
@@ -163,7 +163,7 @@ _CHANNELS_LAST = _NOT_DILATED | {
 
 
 def refused_options(node: Any) -> tuple[bool, bool]:
-    """Whether a node has its channels first, and whether it spreads a filter out."""
+    """Whether a node is NCHW, and whether it dilates its filter."""
     attr = node.attr if node.op in _CHANNELS_LAST else {}
     first = "data_format" in attr and attr["data_format"].s.startswith(b"NC")
     dilated = node.op in _NOT_DILATED and "dilations" in attr
@@ -187,12 +187,12 @@ def attribute(node: Any, name: str) -> Any:
 class GraphEditor:
     """Adds, replaces, rewires and drops nodes of one body of a graph, in place.
 
-    A body is the graph itself or a function of its library. A tensor is spelled "node" or "node:1"
-    in a graph, and "node:output:0", with the name that the op gives the output, in a function.
+    A body is the graph itself or a function of its library. The name of a tensor is "node" or
+    "node:1" in a graph, and "node:output:0", with the op's name of the output, in a function.
 
     Args:
         graph: A `tf.compat.v1.GraphDef`, or a function of one.
-        kept: Tensors or nodes of the graph that are used from outside; of a function, its results.
+        kept: Tensors or nodes of the graph that are used from outside.
         library: The editors of the other functions, for one that is a function.
 
     Attributes:
@@ -219,6 +219,14 @@ class GraphEditor:
         self._fetched = frozenset(map(node_name, kept))
         self._respelled: dict[str, str] = {}
 
+    def copy_function(self, name: str) -> str:
+        """Copies a function of the library; returns the name of the copy."""
+        copy = self.graph.library.function.add()
+        copy.CopyFrom(self.library[name].graph)
+        copy.signature.name = free_name(name, self.library)
+        self.library[copy.signature.name] = GraphEditor(copy, (), self.library)
+        return str(copy.signature.name)
+
     @property
     def scope(self) -> str:
         """Name of the function; "" for the graph itself."""
@@ -229,14 +237,22 @@ class GraphEditor:
         """The graph and its functions."""
         return self, *self.library.values()
 
+    def body(self, scope: str) -> GraphEditor:
+        """Returns the editor of a function by name, or of the graph for ""."""
+        return self.library[scope] if scope else self
+
     @functools.cached_property
     def by_name(self) -> dict[str, Any]:
         """The nodes by name."""
-        return {node.name: node for node in self.nodes}
+        found: dict[str, Any] = {}
+        for node in self.nodes:
+            if found.setdefault(node.name, node) is not node:
+                raise self.error(node, "another node has the same name")
+        return found
 
     @functools.cached_property
     def by_op(self) -> defaultdict[str, list[Any]]:
-        """The nodes by op type, those included that have become another op since."""
+        """The nodes by op type, also under op types that they had before."""
         found = defaultdict[str, list[Any]](list)
         for node in self.by_name.values():
             found[node.op].append(node)
@@ -248,7 +264,7 @@ class GraphEditor:
 
     @functools.cached_property
     def consumers(self) -> defaultdict[str, list[str]]:
-        """For each node the names of those that take from it or wait for it, once an input."""
+        """For each node the names of its consumers, control edges included, once an input."""
         found = defaultdict[str, list[str]](list)
         for node in self.by_name.values():
             for name in node.input:
@@ -262,6 +278,21 @@ class GraphEditor:
             return self._fetched
         results = itertools.chain(self.graph.ret.values(), self.graph.control_ret.values())
         return frozenset(map(node_name, results))
+
+    def named(self, name: str) -> Any:
+        """Returns the node of a name, or the argument or result (`RESULT`) of the function."""
+        node = self.by_name.get(name)
+        if node is not None or not self.is_function:
+            return node
+        signature, own = self.graph.signature, name.removeprefix(RESULT)
+        arguments = signature.input_arg if own == name else signature.output_arg
+        return next((each for each in arguments if each.name == own), None)
+
+    def taken(self, name: str, position: int) -> str:
+        """Returns the tensor that an input of a node, or a result (`RESULT`), takes."""
+        if name.startswith(RESULT):
+            return str(self.graph.ret[name.removeprefix(RESULT)])
+        return str(self.by_name[name].input[position])
 
     def uses(self, name: str) -> int:
         """Returns how often a node is used, from outside included."""
@@ -283,7 +314,7 @@ class GraphEditor:
         return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
 
     def tensor(self, node: Any, port: int = 0) -> str:
-        """Returns how an output of a node is spelled."""
+        """Returns the name of an output of a node."""
         if not self.is_function:
             return f"{node.name}:{port}" if port else str(node.name)
         firsts = first_ports(self.signature(node), node)
@@ -291,7 +322,7 @@ class GraphEditor:
         return f"{node.name}:{output}:{port - first}"
 
     def port(self, tensor: str) -> int:
-        """Returns which output of its node a tensor is; -1 if it is none."""
+        """Returns the output port of a tensor; -1 for a wrong name."""
         name, _, rest = tensor.partition(":")
         output, _, number = rest.rpartition(":")
         if not (number or "0").isdecimal():
@@ -324,7 +355,7 @@ class GraphEditor:
 
     def free_name(self, wanted: str) -> str:
         """Returns a name that no node and no argument or result of the function has."""
-        wanted = node_name(wanted)  # The node of a broken graph may have the name of a tensor.
+        wanted = node_name(wanted)  # In a broken graph a node may have the name of a tensor.
         if not self.is_function:
             return free_name(wanted, self.by_name)
         signature = self.graph.signature
@@ -352,6 +383,18 @@ class GraphEditor:
         self._fill(node, dims, attrs)
         return self.tensor(node)
 
+    def cast(
+        self,
+        name: str,
+        tensor: str,
+        dtypes: tuple[tf.DType, tf.DType],
+        dims: Iterable[int] | None = None,
+        device: str = "",
+    ) -> str:
+        """Adds a Cast from one dtype to another; returns its tensor."""
+        types = {"SrcT": dtypes[0], "DstT": dtypes[1], "Truncate": False}
+        return self.add(name, "Cast", [tensor], dims, device, **types)
+
     def constant(self, name: str, values: Any, device: str = "", dtype: tf.DType = tf.int32) -> str:
         """Adds a constant; returns its tensor."""
         value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values, dtype))
@@ -365,9 +408,9 @@ class GraphEditor:
         dims: Iterable[int] | None = None,
         **attrs: Any,
     ) -> None:
-        """Makes a node one of another op and other inputs; it keeps its control inputs.
+        """Replaces op, inputs and attributes of a node; it keeps its control inputs.
 
-        `settle` has its consumers take its output where the new op gives that another name.
+        `settle` rewires its consumers where the output of the new op has another name.
         """
         before = self.tensor(node)
         for name in [name for name in node.attr if not name.startswith("_")]:
@@ -380,16 +423,16 @@ class GraphEditor:
             self._respelled[before] = self.tensor(node)
 
     def become_identity(self, node: Any, dtype: int) -> None:
-        """Makes a node pass on its first input."""
+        """Replaces a node with an Identity of its first input."""
         self.become(node, "Identity", node.input[:1], T=tf.as_dtype(dtype))
 
     def settle(self) -> None:
-        """Rewires the consumers of nodes whose output has another name since `become`."""
+        """Rewires the consumers of nodes whose output was renamed by `become`."""
         spelled, self._respelled = self._respelled, {}
         self.rewire(spelled)
 
     def rewire(self, spelled: Mapping[str, str]) -> None:
-        """Has all that takes some tensors take others, results of the function included."""
+        """Rewires consumers of some tensors to others, results of the function included."""
         users = {each for tensor in spelled for each in self.consumers[node_name(tensor)]}
         for node in (self.by_name[name] for name in sorted(users)):
             self.set_inputs(node, [spelled.get(name, name) for name in node.input])
@@ -406,17 +449,30 @@ class GraphEditor:
             for name in node.input:
                 self.consumers[node_name(name)].append(node.name)
 
+    def connect(self, tensor: str, consumers: Iterable[tuple[str, int]]) -> None:
+        """Connects a tensor to inputs of nodes, and to results of the function (`RESULT`)."""
+        for consumer, position in consumers:
+            if consumer.startswith(RESULT):
+                self.graph.ret[consumer.removeprefix(RESULT)] = tensor
+            else:
+                node = self.by_name[consumer]
+                inputs = list(node.input)
+                inputs[position] = tensor
+                self.set_inputs(node, inputs)
+
     def drop(self, names: Set[str]) -> None:
-        """Removes nodes, and wishes to be on the device of one of them."""
-        if names:
-            self.replace_nodes(node for node in self.nodes if node.name not in names)
-            places = {f"{_WITH}{name}".encode() for name in names}
+        """Removes nodes, and colocation constraints with them."""
+        places = {f"{_WITH}{name}".encode() for name in names}
+
+        def left() -> Iterator[Any]:
             for node in self.nodes:
-                if _COLOCATION in node.attr:
-                    found = node.attr[_COLOCATION].list.s
-                    found[:] = [each for each in found if each not in places]
-                    if not found:
-                        del node.attr[_COLOCATION]
+                if node.name not in names:
+                    if _COLOCATION in node.attr:
+                        _drop_colocation(node, places)
+                    yield node
+
+        if names:
+            self.replace_nodes(left())
 
     def replace_nodes(self, left: Iterable[Any]) -> None:
         """Replaces all nodes."""
@@ -428,14 +484,16 @@ class GraphEditor:
         for name, value in attrs.items():
             node.attr[name].CopyFrom(_attr_value(value))
         if dims is not None:
-            set_shape(node, dims)
+            shape = tf.TensorShape([None if size < 0 else size for size in dims])
+            del node.attr[SHAPES].list.shape[:]
+            node.attr[SHAPES].list.shape.append(shape.as_proto())
 
 
-def set_shape(node: Any, dims: Iterable[int]) -> None:
-    """Records the shape of a node with one output."""
-    shape = tf.TensorShape([None if size < 0 else size for size in dims])
-    del node.attr[SHAPES].list.shape[:]
-    node.attr[SHAPES].list.shape.append(shape.as_proto())
+def _drop_colocation(node: Any, places: Set[bytes]) -> None:
+    found = node.attr[_COLOCATION].list.s
+    found[:] = [each for each in found if each not in places]
+    if not found:
+        del node.attr[_COLOCATION]
 
 
 def _attr_value(value: Any) -> Any:
@@ -457,21 +515,3 @@ def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
     kept = list(left)
     del nodes[:]
     nodes.extend(kept)
-
-
-def cast_node(name: str, tensor: str, source: int, target: int, device: str = "") -> Any:
-    """Returns a new Cast, between dtypes by number."""
-    node = tf.compat.v1.NodeDef(name=name, op="Cast", input=[tensor], device=device)
-    node.attr["SrcT"].type, node.attr["DstT"].type = source, target
-    node.attr["Truncate"].b = False
-    return node
-
-
-def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
-    """Has inputs of nodes, and results of a function, take what a Cast makes."""
-    output = cast if function is None else f"{cast}:y:0"
-    for consumer, position in consumers:
-        if consumer.startswith(RESULT):
-            function.ret[consumer.removeprefix(RESULT)] = output
-        else:
-            by_name[consumer].input[position] = output

@@ -18,7 +18,7 @@ from tfamp.graph.editor import (
     tensor_inputs,
 )
 from tfamp.interop import tf_private
-from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
+from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, node_name, reach
 
 _FUNCTION_TYPES = ("func", "list(func)")
 _NUMBERS = itertools.count(1)
@@ -42,23 +42,23 @@ def attribute_text(node: Any, attr: str) -> str:
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, nodes and function of the graph itself, which is no function, and of each."""
+    """Yields name, nodes and function of the graph itself (None) and of each function."""
     yield MAIN_GRAPH, graph_def.node, None
     for function in graph_def.library.function:
         yield function.signature.name, function.node_def, function
 
 
 def new_suffix() -> str:
-    """Returns an ending that no function's name has had in this process."""
+    """Returns a suffix that no function's name has had in this process."""
     return f"_tfamp_{next(_NUMBERS)}"
 
 
 def rename_functions(graph_def: Any, suffix: str) -> Any:
-    """Gives the name of every function that is reached another ending, in place.
+    """Appends a suffix to the name of every function that is reached, in place.
 
-    Functions that no node calls are dropped. Returns the graph. A process knows one function by
-    each name: needed before a graph whose functions were changed is imported in the process that
-    they come from. A suffix of `new_suffix()` makes the names unique.
+    Functions that no node calls are dropped. Returns the graph. In a process a function's name is
+    unique: rename the functions before importing a changed graph into the process that it comes
+    from. A suffix of `new_suffix()` makes the names unique.
 
     Example:
         >>> import tensorflow as tf
@@ -88,29 +88,26 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
     return graph_def
 
 
-def unshare_branches(graph_def: Any) -> Any:
-    """Gives every loop and conditional functions of its own, in place; returns the graph.
+def flattened(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
+    """Inlines calls, and gives every loop and conditional functions of its own, in place.
 
-    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of
-    a loop's body, to take its gradient, after the body: there would be two functions of one name.
+    Inlining a function twice makes two nodes of each loop in it. TensorFlow names the gradient of a
+    loop's body after the body: there would be two functions of one name.
     """
-    library = library_of(graph_def)
+    graph = inlined(graph_def, keep)
     taken: set[str] = set()
 
     def own_branches(scope: str) -> Iterator[str]:
-        for node in graph_def.node if scope == MAIN_GRAPH else library[scope].node_def:
-            for _, called in _named_functions(node) if node.op in BRANCHING else ():
+        for node in graph.body(scope).of_types(*sorted(BRANCHING)):
+            for _, called in _named_functions(node):
                 if called.name in taken:
-                    copy = graph_def.library.function.add()
-                    copy.CopyFrom(library[called.name])
-                    called.name = copy.signature.name = free_name(called.name, library)
-                    library[called.name] = copy
-                if called.name in library:
+                    called.name = graph.copy_function(called.name)
+                if called.name in graph.library:
                     taken.add(called.name)
                     yield called.name
 
     reach([MAIN_GRAPH], own_branches)
-    return graph_def
+    return graph
 
 
 def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
@@ -146,10 +143,20 @@ def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[s
     return set(reach(filter(library.__contains__, names), called))
 
 
-def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor]:
-    """The functions that nodes of a graph call, directly or not."""
-    library = {name: each.graph for name, each in graph.library.items()}
-    return [graph.library[name] for name in reached_functions(library, calls_in(nodes))]
+def reached_bodies(graph: GraphEditor, names: Iterable[str]) -> list[GraphEditor]:
+    """The functions of a graph that these call, directly or not, with their own names."""
+    library = graph.library
+
+    def called(name: str) -> Iterator[str]:
+        return filter(library.__contains__, calls_of(library[name]))
+
+    return [library[name] for name in reach(filter(library.__contains__, names), called)]
+
+
+def calls_of(body: GraphEditor) -> Iterator[str]:
+    """The names by which a body may call functions."""
+    calling = (op for op in list(body.by_op) if op in body.library or _may_name_functions(op))
+    return calls_in(node for op in calling for node in body.of_types(op))
 
 
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
@@ -162,8 +169,7 @@ def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
 # ---- Inlining ------------------------------------------------------------------------------------
 
 
-# Name of the attribute that a node with a custom gradient gets when it is inlined: what its name
-# and those of its function's other nodes now start with.
+# Attribute of inlined nodes with a custom gradient: the prefix that their function's nodes got.
 INLINED_INTO = "_tfamp_inlined_into"
 GRADIENT = "_gradient_op_type"
 
@@ -173,14 +179,14 @@ MOST_NEW_NODES = 100_000
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
-# Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
-# body's constants would be left outside.
+# Loops and conditionals of TensorFlow 1. Nodes belong to a frame through their inputs, so that
+# inlined constants would be outside of it.
 FRAMES = frozenset({"Enter", "RefEnter"})
 _OLD_CONTROL_FLOW = FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
-    """Puts the nodes of called functions in the place of the calls, in functions also; in place.
+    """Replaces calls with the nodes of the called functions, in functions also; in place.
 
     The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
     waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
@@ -198,16 +204,21 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
         >>> [node.name for node in inline_calls(graph).node]
         ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
     """
+    return inlined(graph_def, keep).graph
+
+
+def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
+    """Inlines calls as `inline_calls` does; returns the editor of the graph."""
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
     for name in graph.library:
         inliner.expand_function(name)
     inliner.expand(graph)
-    return graph_def
+    return graph
 
 
 class _Inliner:
-    """Expands the functions of a graph once each, those that a function calls before it."""
+    """Expands each function of a graph once, callees before callers."""
 
     def __init__(self, graph: GraphEditor) -> None:
         self._functions = graph.library
@@ -223,15 +234,18 @@ class _Inliner:
 
     def expand(self, body: GraphEditor) -> None:
         """Replaces the calls of a graph or a function with the nodes of the functions."""
-        if has_old_control_flow(body.nodes):
+        if has_old_control_flow(body):
             return
-        calls = [(node, self._called(body, node)) for node in body.nodes]
-        if all(function is None for _, function in calls):
+        ops = [op for op in body.by_op if op in CALLS or op in self._functions]
+        calls = ((node, self._called(body, node)) for node in body.of_types(*ops))
+        functions = {node.name: function for node, function in calls if function is not None}
+        if not functions:
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
         nodes: list[Any] = []
-        for node, function in calls:
+        for node in body.nodes:
+            function = functions.get(node.name)
             if function is None:
                 nodes.append(node)
                 continue
@@ -245,8 +259,7 @@ class _Inliner:
             node.input[:] = map(resolve, node.input)
         awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
         controls = body.graph.control_ret.values() if body.is_function else body.kept
-        stand_ins = {node.name for node, function in calls if function is not None}
-        unused = stand_ins - awaited - set(controls)
+        unused = functions.keys() - awaited - set(controls)
         body.replace_nodes(node for node in nodes if node.name not in unused)
         for output, tensor in list(body.graph.ret.items() if body.is_function else ()):
             body.graph.ret[output] = resolve(tensor)
@@ -264,7 +277,7 @@ class _Inliner:
         marks = (each.attr for each in (node, function.graph))
         opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
-        if opaque or recursive or has_old_control_flow(function.nodes):
+        if opaque or recursive or has_old_control_flow(function):
             return None
         self.expand_function(name)
         if len(function.nodes) > self._room:
@@ -274,7 +287,7 @@ class _Inliner:
 
 
 def _resolve(moved: Mapping[str, str], tensor: str) -> str:
-    """The tensor that has the value of an output of a call that is inlined."""
+    """The tensor that replaces an output of an inlined call."""
     if tensor not in moved:
         return tensor
     *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
@@ -282,10 +295,10 @@ def _resolve(moved: Mapping[str, str], tensor: str) -> str:
 
 
 class _Copy:
-    """The nodes of a function as they are named where a call of it stood.
+    """The nodes of a function, renamed for the caller they are inlined into.
 
     Attributes:
-        results: For each output of the call the tensor that has its value now.
+        results: For each output of the call the tensor that replaces it.
     """
 
     def __init__(
@@ -329,7 +342,7 @@ class _Copy:
             stands_in.input.extend(tensors)
             given = call.attr["Tout"].list.type if call.op in CALLS else ()
             stands_in.attr["T"].list.type.extend(given or [each.type for each in outputs])
-        # The order of a protobuf map is not that of the file, and not the same in every process.
+        # The order of a protobuf map differs between processes.
         controls = sorted(self._function.graph.control_ret.values())
         ends = [self._control(f"^{name}") for name in controls]
         stands_in.input.extend(dict.fromkeys(ends or waits))
@@ -357,7 +370,7 @@ class _Copy:
         return copy
 
     def _tensor(self, name: str) -> str:
-        """A tensor of the function, as it is spelled in the caller."""
+        """The name in the caller of a tensor of the function."""
         if name in self._given:
             return self._given[name]
         if self._caller.is_function:
@@ -367,7 +380,7 @@ class _Copy:
         return f"{made}:{port}" if port else made
 
     def _control(self, name: str) -> str:
-        """A control input of the function, as it is spelled in the caller."""
+        """The name in the caller of a control input of the function."""
         name = name.removeprefix("^")
         if name in self._given:
             return f"^{node_name(self._given[name])}"
@@ -380,11 +393,11 @@ def argument_name(prefix: str, position: int) -> str:
 
 
 def _has_side_effects(op: str) -> bool:
-    """Whether it matters when a node runs."""
+    """Whether an op is stateful, or unknown."""
     definition = tf_private.op_definition(op)
     return definition is None or definition.is_stateful
 
 
-def has_old_control_flow(nodes: Iterable[Any]) -> bool:
-    """Whether there is control flow of TensorFlow 1 among nodes."""
-    return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
+def has_old_control_flow(body: GraphEditor) -> bool:
+    """Whether a body has control flow of TensorFlow 1."""
+    return not _OLD_CONTROL_FLOW.isdisjoint(body.by_op)

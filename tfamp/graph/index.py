@@ -1,14 +1,12 @@
 """GraphDef -> GraphIndex; with `tfamp.graph.editor` the only reader of protobuf.
 
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
-with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
-ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: the check of a rewritten graph relies on it.
+with nothing between them count as one tensor, so that they share one Cast. Indexing compares the
+dtypes of both ends of every edge and raises for an invalid graph.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -44,7 +42,7 @@ from tfamp.planning.structures import (
 _Place: TypeAlias = tuple[str, int | None, str]
 _Shape: TypeAlias = tuple[int | None, ...]
 
-# More tensors than a node has anywhere: a broken count must not fill the memory.
+# More tensors than any node has: limits the memory that a broken count takes.
 _MOST_TENSORS = 2**20
 
 
@@ -62,28 +60,34 @@ def build_indexes(
         device: Kind of device of nodes that are pinned to none: "cpu", "gpu" or "tpu".
 
     Returns:
-        The index of the graph, then those of its functions in the order of the library.
+        The index of the graph, then of each function in the order of the library.
 
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    graph = GraphEditor(graph_def)
+    return index_bodies(GraphEditor(graph_def), dtype, device)
+
+
+def index_bodies(graph: GraphEditor, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
+    """Indexes a graph and the functions it reaches, as `build_indexes` does."""
     if MAIN_GRAPH in graph.library:
         raise RewriteError("The graph has a function without a name.")
-    reached = {id(body) for body in reached_bodies(graph, graph.nodes)}
-    return tuple(
-        _Indexer(body, dtype, device).index()
-        for body in graph.bodies
-        if not body.is_function
-        or (id(body) in reached and not signature(body.graph.signature).allowed)
+    main = _Indexer(graph, dtype, device).index()
+    called = (name for node in main.nodes for _, name in node.calls)
+    reached = {body.scope for body in reached_bodies(graph, called)}
+    functions = (
+        body
+        for name, body in graph.library.items()
+        if name in reached and not signature(body.graph.signature).allowed
     )
+    return main, *(_Indexer(body, dtype, device).index() for body in functions)
 
 
 class _Kind(NamedTuple):
-    """What nodes with the same op, device and attributes have in common.
+    """Slots of all nodes with the same op, device and attributes.
 
     Attributes:
-        places: What holds their dtypes, and whether it may hold the low one.
+        places: Where their dtypes are, each with whether it may be the low one.
         ins: For each input its position among these.
         outs: The same for outputs.
     """
@@ -102,21 +106,16 @@ class _Indexer:
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
     slots: list[TypeSlot] = field(default_factory=list)
-    # By name; of reads of a variable at the same time that of the first.
+    # By name; reads of a variable at the same time have the position of the first.
     positions: dict[str, int] = field(default_factory=dict)
     tensors: list[list[str]] = field(default_factory=list)
     inputs: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
     largest: dict[int, float] = field(default_factory=dict)
-    # Those first reads by what they wait for.
+    # First reads by device and inputs.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
-
-    @functools.cached_property
-    def _without_onednn(self) -> bool:
-        """Whether a CPU runs the dtype with TensorFlow's own kernels, not oneDNN's."""
-        return self.dtype == "float16" or not detect().cpu_bfloat16
 
     def index(self) -> GraphIndex:
         function = self.body.graph
@@ -135,7 +134,7 @@ class _Indexer:
     def _add_boundary(self, name: str, op: str, arg: Any, tensors: list[str]) -> None:
         places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_name(arg.type)), False),)
         kind = _Kind(places, (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ())
-        self._register(IndexedNode(name, op, "", (), False, ()), kind, tensors)
+        self._register(kind, tensors, name, op)
 
     def _add_node(self, node: Any) -> None:
         own = self.body.signature(node)
@@ -150,10 +149,8 @@ class _Indexer:
             calls = (("", node.op), *calls)
         position = len(self.nodes)
         equation = attribute_text(node, "equation") if node.op == "Einsum" else ""
-        indexed = IndexedNode(
-            node.name, node.op, node.device, calls, own.uses_references, (), equation
-        )
-        self._register(indexed, kind, tensor_inputs(node))
+        rest = node.device, calls, own.uses_references, equation
+        self._register(kind, tensor_inputs(node), node.name, node.op, *rest)
         if node.op == "ReadVariableOp":
             time = (node.device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
@@ -175,17 +172,27 @@ class _Indexer:
             tuple(map(places.index, outs)),
         )
 
-    def _register(self, node: IndexedNode, kind: _Kind, tensors: list[str]) -> None:
-        if node.name in self.positions:
-            raise self.body.error(node, "another node has the same name")
+    def _register(
+        self,
+        kind: _Kind,
+        tensors: list[str],
+        name: str,
+        op: str,
+        device: str = "",
+        calls: tuple[tuple[str, str], ...] = (),
+        uses_references: bool = False,
+        equation: str = "",
+    ) -> None:
         position, first = len(self.nodes), len(self.slots)
-        self.positions[node.name] = position
         self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
         own = tuple(range(first, len(self.slots)))
-        self.nodes.append(node._replace(slots=own))
+        node = IndexedNode(name, op, device, calls, uses_references, own, equation)
+        if self.positions.setdefault(name, position) != position:
+            raise self.body.error(node, "another node has the same name")
+        self.nodes.append(node)
         self.tensors.append(tensors)
-        self.inputs.append([own[place] for place in kind.ins])
-        self.outputs.append([own[place] for place in kind.outs])
+        self.inputs.append([first + place for place in kind.ins])
+        self.outputs.append([first + place for place in kind.outs])
 
     def _value(self, node: Any, own: OpSignature, attr: str) -> Any:
         """The dtypes that an attribute holds, or its number of tensors."""
@@ -197,7 +204,7 @@ class _Indexer:
                 raise self.body.error(node, f"the attribute {attr} is {value}, a wrong count")
             return value
         if isinstance(value, int) or isinstance(value, tuple) != (attr in own.lists):
-            raise self.body.error(node, f"the attribute {attr} holds no dtype")
+            raise self.body.error(node, f"the attribute {attr} does not hold a dtype")
         return value if isinstance(value, tuple) else (value,)
 
     def _can_be_low(
@@ -214,21 +221,24 @@ class _Indexer:
         kinds[attr] = tuple(sorted({self.dtype, *others}))
         device = device_kind_of(node.device) or self.device
         op = SUCCESSORS.get(node.op, node.op)
-        refuses = device == "cpu" and self._without_onednn and any(refused_options(node))
-        return has_kernel(op, device, tuple(kinds.items())) and not refuses
+        refuses = device == "cpu" and any(refused_options(node))
+        # Such a kernel of a CPU is TensorFlow's own, not oneDNN's.
+        if refuses and (self.dtype == "float16" or not detect().cpu_bfloat16):
+            return False
+        return has_kernel(op, device, tuple(kinds.items()))
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
-        shapes: list[Any] = []
+        shapes: Iterable[Any] = ()
         if self.dtype is None:
             return
         if SHAPES in attrs:
-            shapes = list(attrs[SHAPES].list.shape)
+            shapes = attrs[SHAPES].list.shape
         elif op == "Const" and "value" in attrs:
             shapes = [attrs["value"].tensor.tensor_shape]
         for port, shape in enumerate(shapes):
             if not shape.unknown_rank:
-                dims = (dim.size if dim.size >= 0 else None for dim in shape.dim)
-                self.shapes[position, port] = tuple(dims)
+                sizes = [dim.size for dim in shape.dim]
+                self.shapes[position, port] = tuple([s if s >= 0 else None for s in sizes])
 
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []
@@ -240,10 +250,10 @@ class _Indexer:
                 name = node_name(tensor)
                 producer = self.positions.get(name)
                 if producer is None:
-                    raise wrong(node, f"its input {tensor!r} is no node's output")
+                    raise wrong(node, f"its input {tensor!r} is not the output of a node")
                 port = self.body.port(tensor)
                 if not 0 <= port < len(self.outputs[producer]):
-                    raise wrong(node, f"its input {tensor!r} is no output of {name!r}")
+                    raise wrong(node, f"its input {tensor!r} is not an output of {name!r}")
                 source = self.outputs[producer][port]
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:

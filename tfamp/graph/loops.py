@@ -1,4 +1,4 @@
-"""Loops of a graph that can be changed, as nothing else runs their functions."""
+"""Loops whose functions nothing else calls, so that they can be changed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.editor import SHAPES, GraphEditor, attribute, tensor_inputs
-from tfamp.graph.functions import calls_in, function_attributes, reached_bodies
+from tfamp.graph.functions import calls_of, function_attributes, reached_bodies
 from tfamp.planning.structures import LOOPS, node_name, reach
 
-# How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
-# keeps for a gradient that is in the graph already.
+# Number of a loop's first results that TensorFlow differentiates. The others are stored for a
+# gradient that is in the graph already.
 _ORIGINAL = "_num_original_outputs"
 
 
@@ -25,8 +25,8 @@ class Loop:
     Attributes:
         graph: The graph.
         nodes: The loop; several where a model's signatures share its functions.
-        body: The function of a round.
-        condition: The function that ends it.
+        body: The function of an iteration.
+        condition: The function that decides whether another iteration runs.
     """
 
     graph: GraphEditor
@@ -36,17 +36,17 @@ class Loop:
 
     @property
     def node(self) -> Any:
-        """The loop, where there is one."""
+        """The first loop node."""
         return self.nodes[0]
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one loop, which is not used from outside: it can get variables."""
+        """Whether there is one node, not used from outside: variables can be added."""
         return len(self.nodes) == 1 and self.node.name not in self.graph.kept
 
     @property
     def variables(self) -> list[tuple[Any, Any]]:
-        """The body's arguments, each with the result that is its value in the next round."""
+        """The body's arguments, each with the result that is its value in the next iteration."""
         signature = self.body.graph.signature
         return list(zip(signature.input_arg, signature.output_arg, strict=True))
 
@@ -56,7 +56,7 @@ class Loop:
 
     @property
     def fits(self) -> bool:
-        """Whether the loops take and return what their functions do, as in a valid graph."""
+        """Whether the numbers of arguments and results agree, as in a valid graph."""
         body, condition = self.body.graph, self.condition.graph
         arguments = body.signature.input_arg, body.signature.output_arg
         counts = {*map(len, arguments), len(condition.signature.input_arg)}
@@ -65,7 +65,7 @@ class Loop:
         return len(counts) == 1 and set(body.ret) == {arg.name for arg in arguments[1]}
 
     def copies(self, argument: str) -> Collection[str]:
-        """An argument of the body, and the tensors that Identities make of it."""
+        """An argument of the body, and its copies by Identities."""
 
         def made_of(name: str) -> Iterator[str]:
             for user in self.body.consumers[node_name(name)]:
@@ -77,12 +77,12 @@ class Loop:
 
     @property
     def new_place(self) -> int:
-        """Where a new variable goes: TensorFlow differentiates those before it only."""
+        """Position of a new variable, behind the differentiated ones."""
         attrs = self.node.attr
         return int(attrs[_ORIGINAL].i) if _ORIGINAL in attrs else len(attrs["T"].list.type)
 
     def add_variable(self, start: str, dtype: int, wanted: str) -> str:
-        """Adds a variable that starts as a tensor of the graph; the body returns it as it is.
+        """Adds an invariant variable, whose initial value is a tensor of the graph.
 
         Returns the name of the argument, of the body's result and of the condition's argument.
         """
@@ -120,7 +120,7 @@ class Loop:
         graph.rewire(spelled)
 
     def _free_argument(self, wanted: str) -> str:
-        """A name that the functions have for no argument, result or node."""
+        """A name that is free in both functions."""
         name = wanted.replace("/", "_").lower()
         while (free := self.condition.free_name(self.body.free_name(name))) != name:
             name = free
@@ -128,7 +128,7 @@ class Loop:
 
 
 def _make_room(table: Any, place: int) -> None:
-    """Moves entries of a protobuf map of arguments from a place on."""
+    """Shifts the entries of a protobuf map of arguments by one from a position on."""
     for position in sorted((each for each in table if each >= place), reverse=True):
         value = table.pop(position)
         if hasattr(value, "SerializeToString"):
@@ -138,16 +138,16 @@ def _make_room(table: Any, place: int) -> None:
 
 
 def own_loops(graph: GraphEditor) -> Iterator[Loop]:
-    """Yields the valid loops of a graph itself whose functions nothing else runs."""
+    """Yields the valid loops of the main graph whose functions nothing else calls."""
     groups = defaultdict[tuple[str, ...], list[Any]](list)
     for loop in graph.of_types(*sorted(LOOPS)):
         functions = dict(function_attributes(loop))
         groups[functions.get("body", ""), functions.get("cond", "")].append(loop)
     if not groups:
         return
-    uses = Counter(calls_in(graph.nodes))
-    for body in reached_bodies(graph, graph.nodes):
-        uses.update(calls_in(body.nodes))
+    uses = Counter(calls_of(graph))
+    for body in reached_bodies(graph, calls_of(graph)):
+        uses.update(calls_of(body))
     for names, loops in groups.items():
         if all(name in graph.library and uses[name] == len(loops) for name in names):
             loop = Loop(graph, loops, *(graph.library[name] for name in names))

@@ -1,11 +1,11 @@
-"""Runs a graph, also in another dtype, and looks at every value of its float tensors.
+"""Runs a graph, also in another dtype, and records every value of its float tensors.
 
-Behind each tensor, in loops, branches and functions too, an op hands it to Python. In a scope these
-run one after another, in the order of the graph, and loops do one iteration at a time: the number
-of an execution is that of the iteration.
+An op behind each tensor, in loops, branches and functions too, passes it to Python. In a scope
+these ops run one after another, in the order of the graph, and loops run one iteration at a time,
+so that the n-th execution is the n-th iteration.
 
-The graph in another dtype is the same node for node, so that values can be compared. Variables that
-are themselves low and random numbers keep their dtypes; Casts come between these and the rest.
+The graph in another dtype is the same node for node, so that values can be compared. Low variables
+and random numbers keep their dtypes; Casts connect them to the rest.
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.graph.editor import PYTHON, cast_node, connect, replace_nodes
+from tfamp.graph.editor import LOW_TYPES, PYTHON, GraphEditor, replace_nodes
 from tfamp.graph.functions import (
     bodies,
     copied,
     has_old_control_flow,
-    library_of,
     new_suffix,
     rename_functions,
 )
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, free_name, node_name, reach
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, reach
 
 T = TypeVar("T")
 
-# The attribute with the value of a constant before it was rounded.
+# The attribute with the unrounded value of a constant.
 UNROUNDED = "_tfamp_unrounded"
-_LOW = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
 _RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
 _SEEDS = ("seed", "seed2")
 
-# Tensors handed to Python at once, which stay in memory until all are computed.
+# Tensors passed to Python at once, which stay in memory until all are computed.
 _GROUP = 16
-# A recording op has an effect: what calls it must not be taken for free of effects.
+# A recording op has side effects, so its callers must be stateful.
 _WITH_EFFECTS = {
     "PartitionedCall": "StatefulPartitionedCall",
     "StatelessCase": "Case",
@@ -59,7 +57,7 @@ _COMPILE_ATTRS = ("_XlaMustCompile", "_XlaCompile")
 
 
 def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """Returns a copy of a graph with its inputs and what the outputs are computed from."""
+    """Returns a copy of a graph with its inputs and the ancestors of its outputs only."""
     nodes = {node.name: node for node in graph_def.node}
     fed = set(map(node_name, inputs))
 
@@ -100,8 +98,8 @@ def input_specs(graph_def: Any, inputs: Sequence[str]) -> list[Any]:
 class Observer(Generic[T]):
     """A graph to run, and a record of the values of each of its float tensors.
 
-    `look` makes the record of a tensor from the one before, None at first, and a value. Observed
-    are the tensors of the scopes that an op takes, and those that are fetched.
+    `look` returns the record of a tensor from the previous one, None at first, and a value.
+    Observed are the tensors of the scopes that have consumers, and the fetched ones.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class Observer(Generic[T]):
         self._look = look
         self._seen: dict[TensorKey, T] = {}
         self._lock = threading.Lock()
-        # That graph keeps Python's side of the recording ops alive.
+        # That graph keeps the Python functions of the recording ops alive.
         with tf.init_scope(), tf.Graph().as_default() as self._keeping:
             fetches = [*fetches, *_add_recorders(graph, indexes, fetches, self._record)]
         self._specs = input_specs(graph, inputs)
@@ -125,13 +123,13 @@ class Observer(Generic[T]):
             self._run = _runnable(graph, inputs, self._specs, fetches)
 
     def run(self, calls: Iterable[Sequence[Any]]) -> dict[TensorKey, T]:
-        """Runs the graph on the values of its inputs, call by call, and returns what was seen.
+        """Runs the graph on the values of its inputs, call by call, and returns the records.
 
-        Variables among the values are as before afterwards, also if a call fails.
+        Variables among the values are restored, also if a call fails.
         """
         self._seen = {}
         held: list[tuple[Any, Any]] = []
-        # Neither a function that is traced meanwhile nor a tape must see these runs.
+        # Hidden from tapes and from functions that are being traced.
         with tf.init_scope():
             try:
                 for values in calls:
@@ -144,7 +142,7 @@ class Observer(Generic[T]):
         return self._seen
 
     def _record(self, group: Sequence[_Tensor], *values: Any) -> np.int64:
-        """Takes what an op hands over; several threads may do so at once."""
+        """Records the values that an op passes; thread-safe."""
         with self._lock:
             for tensor, value in zip(group, values, strict=True):
                 self._seen[tensor.key] = self._look(self._seen.get(tensor.key), value)
@@ -152,7 +150,7 @@ class Observer(Generic[T]):
 
 
 def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Returns the variables among captured values, by handle, and copies of what they hold."""
+    """Returns the handles among captured values, with copies of the variables' values."""
     handles = [each for each in values if each.dtype == tf.resource]
     dtypes = map(tf_private.held_dtype, handles)
     return [
@@ -163,20 +161,20 @@ def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
-    """Gives variables the values that they held, as often as it is called."""
+    """Restores the values of variables; may be called repeatedly."""
     for handle, value in held:
         tf.raw_ops.AssignVariableOp(resource=handle, value=_own_copy(value))
 
 
 def _own_copy(value: Any) -> Any:
-    # A variable that shares its memory with a tensor is moved by the next write, which takes time.
+    # A variable that shares its buffer with a tensor is copied by the next write, which takes time.
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _runnable(
     graph_def: Any, inputs: Sequence[str], specs: Sequence[Any], fetches: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function of `args`, the values of all inputs, that runs a graph for its effects."""
+    """A function of `args`, the values of all inputs, that runs a graph for its side effects."""
     names = [name if ":" in name else f"{name}:0" for name in inputs]
 
     def imported(*values: Any) -> Any:
@@ -199,7 +197,7 @@ def _runnable(
     return functools.partial(call, Tout=[tf.int32], f=function, config_proto=settings)
 
 
-# ---- The ops that hand tensors to Python ---------------------------------------------------------
+# ---- Recording ops -------------------------------------------------------------------------------
 
 
 class _Tensor(NamedTuple):
@@ -214,31 +212,31 @@ def _add_recorders(
     graph_def: Any, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
 ) -> list[str]:
     """Adds recording ops to scopes; returns the operations of the graph itself to fetch."""
-    functions = library_of(graph_def)
+    graph = GraphEditor(graph_def)
     by_scope = {index.scope: index for index in indexes}
     fetched: list[str] = []
-    for scope, nodes, function in bodies(graph_def):
-        if scope not in by_scope:
+    for body in graph.bodies:
+        if body.scope not in by_scope:
             continue
-        if has_old_control_flow(nodes):
+        if has_old_control_flow(body):
             raise RewriteError(
                 "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for a "
                 "calibration or by find_nonfinite. Use tf.while_loop and tf.cond of TensorFlow 2."
             )
-        calls = [node.name for node in nodes if node.op in _CALLS or node.op in functions]
-        for node in nodes:
+        calls = [n.name for n in body.nodes if n.op in _CALLS or n.op in graph.library]
+        for node in body.nodes:
             _allow_effects(node)
-        tensors = _float_tensors(by_scope[scope], fetches if function is None else ())
+        tensors = _float_tensors(by_scope[body.scope], () if body.is_function else fetches)
         names: list[str] = []
         for start in range(0, len(tensors), _GROUP):
             group = tensors[start : start + _GROUP]
-            names.append(_add_recorder(nodes, group, record, names[-1:]))
-        # A call is not kept for a recording op in its function alone.
+            names.append(_add_recorder(body.nodes, group, record, names[-1:]))
+        # Grappler prunes a call that only has a recording op in its function.
         names += calls
-        if function is None:
-            fetched = names
+        if body.is_function:
+            _run_always(body.graph, names)
         else:
-            _run_always(function, names)
+            fetched = names
     return fetched
 
 
@@ -274,7 +272,7 @@ def _float_tensors(index: GraphIndex, fetches: Sequence[str]) -> list[_Tensor]:
 
 
 def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
-    """Adds the op that hands over a group of tensors, after another op."""
+    """Adds the op that records a group of tensors, after another op."""
     arguments = [tf.compat.v1.placeholder(tensor.dtype) for tensor in group]
     op = tf.numpy_function(functools.partial(record, group), arguments, tf.int64).op
     node = nodes.add()
@@ -285,7 +283,7 @@ def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Seq
 
 
 def _run_always(function: Any, names: Sequence[str]) -> None:
-    """Makes recording ops of a function run, though nothing it returns needs them."""
+    """Makes recording ops of a function run, though no result depends on them."""
     _allow_python(function)
     function.signature.is_stateful = True
     for name in names:
@@ -305,7 +303,7 @@ def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
 
 
 def seeded(graph_def: Any) -> Any:
-    """Gives random ops seeds, so that every run has the same numbers; in place."""
+    """Seeds random ops, so that every run is the same; in place."""
     nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(graph_def))
     for number, node in enumerate(nodes):
         if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
@@ -317,39 +315,36 @@ def seeded(graph_def: Any) -> Any:
 def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
     """Returns a copy of a graph that computes in another dtype where it computes in a low one.
 
-    Changed are the scopes that have an index. Names are the same, Casts come in addition.
+    Changes the scopes that have an index. Names stay, Casts are added.
     """
-    result = copied(graph_def)
-    by_scope = {index.scope: index for index in indexes}
-    for scope, nodes, function in bodies(result):
-        if scope in by_scope:
-            _change(by_scope[scope], nodes, function, tf.as_dtype(dtype).as_datatype_enum)
-    return result
+    graph = GraphEditor(copied(graph_def))
+    for index in indexes:
+        _change(index, graph.body(index.scope), tf.as_dtype(dtype))
+    return graph.graph
 
 
-def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
-    """Changes one scope."""
-    by_name = {node.name: node for node in nodes}
-    keeping = _keeping(index)
-    for name, node in by_name.items():
+def _change(index: GraphIndex, body: GraphEditor, dtype: tf.DType) -> None:
+    """Changes the dtypes of one scope."""
+    keeping, number = _keeping(index), dtype.as_datatype_enum
+    for name, node in body.by_name.items():
         if name not in keeping:
-            _retype_node(node, dtype)
-    if function is not None:
-        for arg in (*function.signature.input_arg, *function.signature.output_arg):
-            arg.type = dtype if arg.type in _LOW else arg.type
-    casts: dict[tuple[str, int], str] = {}
+            _retype_node(node, number)
+    if body.is_function:
+        signature = body.graph.signature
+        for arg in (*signature.input_arg, *signature.output_arg):
+            arg.type = number if arg.type in LOW_TYPES else arg.type
+    casts: dict[tuple[str, tf.DType], str] = {}
     for edge in index.edges:
-        own = tf.as_dtype(index.slots[edge.source].dtype).as_datatype_enum
+        own = tf.as_dtype(index.slots[edge.source].dtype)
         target = index.node_of(edge.target)
         made = own if index.node_of(edge.source).name in keeping else dtype
         wanted = own if target.name in keeping else dtype
-        if own not in _LOW or made == wanted:
+        if own.name not in LOW_PRECISION or made == wanted:
             continue
         if (edge.tensor, wanted) not in casts:
-            name = free_name(f"tfamp_retyped/cast_{len(casts)}", by_name)
-            nodes.append(cast_node(name, edge.tensor, made, wanted))
-            casts[edge.tensor, wanted] = name
-        connect(function, by_name, casts[edge.tensor, wanted], [(target.name, edge.input)])
+            name = f"tfamp_retyped/cast_{len(casts)}"
+            casts[edge.tensor, wanted] = body.cast(name, edge.tensor, (made, wanted))
+        body.connect(casts[edge.tensor, wanted], [(target.name, edge.input)])
 
 
 def _keeping(index: GraphIndex) -> set[str]:
@@ -370,11 +365,11 @@ def _retype_node(node: Any, dtype: int) -> None:
     for name, value in node.attr.items():
         if name.startswith("_"):
             continue
-        if value.type in _LOW:
+        if value.type in LOW_TYPES:
             value.type = dtype
         if value.list.type:
-            value.list.type[:] = [dtype if each in _LOW else each for each in value.list.type]
-        if value.tensor.dtype in _LOW:
+            value.list.type[:] = [dtype if each in LOW_TYPES else each for each in value.list.type]
+        if value.tensor.dtype in LOW_TYPES:
             given = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
             with np.errstate(over="ignore"):
                 values = tf.make_ndarray(given).astype(tf.as_dtype(dtype).as_numpy_dtype)

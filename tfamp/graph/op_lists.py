@@ -16,34 +16,34 @@ from dataclasses import dataclass
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import nearest
 from tfamp.planning import op_sets
-from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
+from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice, strings
 from tfamp.planning.structures import LOOPS, op_types
 
 _OP_SETS = (*COLORS, "as_given")
 
-# tfamp's defaults, where they differ from Grappler's.
+# Differences of tfamp's defaults from Grappler's.
 
 # Conv is Conv2D and Conv3D in one, and newer than Grappler's lists; Grappler allows the others in
 # bfloat16 only.
 _FLOAT16_ALLOW_ADDED = op_types("Conv FusedPadConv2D FusedResizeAndPadConv2D")
-# There is no float16 kernel for CPUs, so that "auto" cannot have it.
+# It has no float16 kernel for CPUs, which excludes "auto".
 _FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
-# They take float32 only: converting them makes an invalid graph.
+# Float32 only: converting them makes an invalid graph.
 _FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
 
 # Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have kernels.
 _BFLOAT16_ALLOW_ADDED = op_sets.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
-# bfloat16 has float32's range, so what it costs to lower these is rounding: about eps for a power,
-# 2 eps for the gradient of rsqrt. A denied op keeps all that follows in float32, as the gradients
-# of tanh-GELU and of a squared loss, and an op on no list stops what is around it, as the gradient
-# of layer normalization.
+# bfloat16 has float32's range, so that low precision only rounds these: by about eps for a power,
+# 2 eps for the gradient of rsqrt. A denied op keeps everything behind it in float32, such as the
+# gradients of tanh-GELU and of a squared loss; an unlisted op also blocks its neighbours, such as
+# the gradient of layer normalization.
 _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
-# On CPUs its bfloat16 kernel adds up in bfloat16: from 256 rows on small terms are lost, and the
-# gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it). A GPU's
-# adds up in float32 in each block of threads only, and then the blocks in bfloat16, in any order.
+# The CPU's bfloat16 kernel accumulates in bfloat16: from 256 rows on small terms are lost, and the
+# gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it). The
+# GPU's accumulates in float32 within a block, and across blocks atomically in bfloat16.
 _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
-# What a loop carries may be low, together with what is in it. Grappler has loops on its bfloat16
-# list, but not what is in them. Not conditionals: one branch may pass on what it is given.
+# Loop variables may be low, together with the body. Grappler's bfloat16 list has loops, but leaves
+# their bodies float32. Not conditionals: a branch may return its argument as it is.
 _CLEAR_ADDED = LOOPS
 
 # Ops that need inputs of one dtype, whichever list they are on.
@@ -64,15 +64,15 @@ class OpLists(OpColors):
         infer: Ops that are safe unless what they are computed from came out of a denied op.
         deny: Ops that need float32, and whose results need it downstream as well.
         clear: Ops that do not compute, such as a reshape; converted between converted ops.
-        as_given: Ops that autocast computes in the dtype of their inputs although it would
-            compute them in float32 otherwise. `with_changes` keeps account of them.
+        as_given: Ops that autocast computes in the dtype of their inputs, and in float32 without
+            this entry. `with_changes` maintains it.
         exact_statistics: Whether a rewrite computes normalizations in float32, from low inputs,
-            whatever lists their ops are on: the mean, the variance, its root, and what these
-            make of the data. They are found by what they compute, see
-            `planning/exact_values.py`. `default` has it, `grappler` has not.
+            whatever lists their ops are on: the mean, the variance, its root, and the
+            normalized data. They are found by structure, see `planning/exact_values.py`.
+            `default` has it, `grappler` has not.
 
     Raises:
-        TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
+        TypeError: An argument is not a collection of strings, or `exact_statistics` is not a bool.
         ValueError: An op is on two lists, or is in `as_given` and on `allow` or `deny`.
 
     Example:
@@ -93,7 +93,7 @@ class OpLists(OpColors):
     def __post_init__(self) -> None:
         # The dataclass is frozen for its users; this is where its values are made.
         for name in _OP_SETS:
-            object.__setattr__(self, name, _op_set(name, getattr(self, name)))
+            object.__setattr__(self, name, frozenset(strings(name, getattr(self, name))))
         if not isinstance(self.exact_statistics, bool):
             raise TypeError(
                 f"exact_statistics must be True or False; got {self.exact_statistics!r}."
@@ -112,7 +112,7 @@ class OpLists(OpColors):
 
     @staticmethod
     def default(dtype: str, device: str = "auto") -> OpLists:
-        """Returns tfamp's lists: Grappler's, with what it forgot and without what cannot run.
+        """Returns tfamp's lists: Grappler's, plus missing ops, minus ops without kernels.
 
         Args:
             dtype: "float16" or "bfloat16".
@@ -137,7 +137,7 @@ class OpLists(OpColors):
     def grappler(dtype: str) -> OpLists:
         """Returns the lists of TensorFlow's own pass, as they are.
 
-        They are those of a current GPU for float16 and of a CPU for bfloat16, the only devices
+        The float16 lists are for current GPUs and the bfloat16 lists for CPUs, the only devices
         that Grappler converts to these dtypes by default.
 
         Args:
@@ -223,7 +223,8 @@ class OpLists(OpColors):
             The new lists.
 
         Raises:
-            TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
+            TypeError: An argument is not a collection of strings, or `exact_statistics` is not a
+                bool.
             ValueError: TensorFlow does not know an op, an op is added to two lists, added to and
                 removed from the same one, or removed from a list it is not on.
 
@@ -297,23 +298,9 @@ def default_lists(dtype: str, device: str) -> OpLists:
     return dataclasses.replace(lists, allow=allow | on_gpu)
 
 
-def _op_set(name: str, ops: object) -> frozenset[str]:
-    if isinstance(ops, str) or not isinstance(ops, Iterable):
-        raise TypeError(
-            f'{name} must be a collection of op types, such as ["MatMul"]; got {ops!r}.'
-        )
-    given = tuple(ops)
-    for op in given:
-        if not isinstance(op, str):
-            raise TypeError(
-                f"{name} must hold op types as strings; got {op!r} of type {type(op).__name__}."
-            )
-    return frozenset(given)
-
-
 def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
     names = (f"{color}_{change}" for color in COLORS)
-    return {name: _op_set(name, ops) for name, ops in zip(names, given, strict=True)}
+    return {name: frozenset(strings(name, ops)) for name, ops in zip(names, given, strict=True)}
 
 
 def _refuse_op_on_two_lists(lists: _Changes) -> None:

@@ -1,4 +1,4 @@
-"""GraphDef -> GraphDef in low precision: inline, transform, index, decide, apply, verify."""
+"""GraphDef -> GraphDef in low precision: inline, run passes, index, decide, apply, verify."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import itertools
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,9 +16,9 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor, cast_node, connect, set_shape
-from tfamp.graph.functions import FRAMES, copied, inline_calls
-from tfamp.graph.index import build_indexes
+from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
+from tfamp.graph.functions import FRAMES, copied, inlined
+from tfamp.graph.index import index_bodies
 from tfamp.graph.op_lists import OpLists, default_lists
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
@@ -30,14 +28,16 @@ from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import (
+    ARGUMENT,
     FLOAT32,
     LOOPS,
     RESULT,
-    CastSite,
     GraphIndex,
     Retype,
     RewritePlan,
     RewriteResult,
+    TypeSlot,
+    node_name,
     op_types,
 )
 
@@ -55,7 +55,7 @@ def rewrite_graph_def(
     device: str = RewriteOptions.device,
     profile: MachineProfile | None = None,
 ) -> RewriteResult:
-    """Returns a graph that computes in low precision where that is safe and worth it.
+    """Returns a graph that computes in low precision where that is safe and pays.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
@@ -67,12 +67,12 @@ def rewrite_graph_def(
             branches, loops and other functions have the name of their caller in front too, as in
             "gate/cond/MatMul".
         force_low: The same: these are converted wherever the op has a kernel for it.
-        placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it, by
-            the times that `profile` gives for the shapes in the graph. They are there in
-            `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
-            nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA compiles the
-            arithmetic between products and convolutions; the plan tells of the nodes as they were
-            before.
+        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by the
+            times that `profile` gives for the shapes in the graph, which
+            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut gains
+            almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA
+            compiles the arithmetic between products and convolutions; the plan has the nodes as
+            they were before.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32. "gpu" needs a
             TensorFlow that has kernels for GPUs, not a GPU.
@@ -101,7 +101,7 @@ def rewrite_graph_def(
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
         raise TypeError(
             f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
-            "That of a concrete function is `function.graph.as_graph_def()`."
+            "For a concrete function it is `function.graph.as_graph_def()`."
         )
     check_choice("dtype", dtype, LOW_PRECISION)
     options = RewriteOptions(
@@ -114,12 +114,13 @@ def rewrite_graph_def(
         profile="builtin" if profile is None else profile,
     )
     use = GraphUse(fetches, feeds)
-    owned = inline_calls(copied(graph_def), use.names)
-    return RewriteResult(owned, convert(owned, resolved(options), use).plan)
+    options, graph = resolved(options), inlined(copied(graph_def), use.names)
+    decision = convert_prepared(prepare(graph, options), options, use)
+    return RewriteResult(graph.graph, decision.plan)
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
-    """Fills in what options leave to this machine: kind of device, op lists and profile.
+    """Resolves the options that depend on this machine: kind of device, op lists and profile.
 
     Raises:
         ValueError: This machine cannot rewrite for the device, or XLA does not work here.
@@ -128,7 +129,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
         raise ValueError(
             f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
-            "and these tell what may be low there. Convert with one that has them, such as "
+            "which decide what can be converted. Convert with one that has them, such as "
             "tensorflow for Linux on x86-64, or give device='cpu'."
         )
     if options.placement == "fused" and not tf_private.xla_works(""):
@@ -150,7 +151,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A rewrite makes millions of objects and no cycles; looking for these takes a third of it."""
+    """Pauses garbage collection: a rewrite makes millions of objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -161,16 +162,16 @@ def _collector_paused() -> Iterator[None]:
 
 
 class Pass(NamedTuple):
-    """A rewrite of a whole graph, in place: the function `run` of a file of `tfamp.graph.passes`.
+    """A graph-to-graph rewrite in place: the function `run` of a file of `tfamp.graph.passes`.
 
-    It takes the editor of the graph and the options, behind the decision the plan too.
+    Its arguments are the editor of the graph and the options, after the decision also the plan.
 
     Attributes:
-        file: The file, which is loaded where there is work for it.
-        ops: Op types, of which a graph has to have one; None for any graph.
-        applies: Whether the pass pays, or is asked for, with some options.
-        carries_plan: Whether it runs behind the decision, on the graph that the plan made.
-        in_frames: Whether it can run on graphs with loops of TensorFlow 1.
+        file: The file, which is imported when the pass runs.
+        ops: The pass runs on graphs with one of these op types; None for any graph.
+        applies: Whether the options enable the pass.
+        carries_plan: Whether it runs after the decision, on the converted graph.
+        in_frames: Whether it supports graphs with loops of TensorFlow 1.
     """
 
     file: str
@@ -195,11 +196,10 @@ def _in_bfloat16(options: RewriteOptions) -> bool:
 
 _FILTER_GRADIENTS = op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
 _BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries_plan=True)
-# All passes, in the order in which they run. The first ones make a graph faster, with the same
-# results but for rounding; then it is indexed and decided about, and the plan is carried out. The
-# others make low ops more accurate, or have XLA compile them.
+# All passes, in the order in which they run. The first ones are equivalence-preserving and make a
+# graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
+# have XLA compile them.
 PASSES = (
-    Pass("attention_products", frozenset({"Einsum"}), _on_cpus),
     Pass("loop_sums", LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
     Pass("loop_reads", LOOPS, lambda options: True),
@@ -210,7 +210,7 @@ PASSES = (
 
 
 def _passes_for(graph: GraphEditor, options: RewriteOptions, carries_plan: bool) -> list[Pass]:
-    """The passes before or behind the decision that have work to do on a graph."""
+    """The passes before or after the decision that apply to a graph."""
     ops = frozenset(op for body in graph.bodies for op in body.by_op)
     framed = not FRAMES.isdisjoint(ops)
     return [
@@ -230,11 +230,11 @@ def _run(passes: Iterable[Pass], *args: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph behind its first passes, with its index: the start of every decision about it.
+    """A graph after its first passes, with its index: the input of every decision about it.
 
     Attributes:
         graph: The graph.
-        indexes: The index of the graph, then those of its functions.
+        indexes: The index of the graph, then of each function.
         weights: Arguments of loops' functions that hold weights.
     """
 
@@ -243,30 +243,29 @@ class PreparedGraph:
     weights: Collection[tuple[str, str]]
 
     def copy(self) -> PreparedGraph:
-        """Returns the same with a graph of its own."""
+        """Returns a deep copy of the graph, with the same index."""
         graph = GraphEditor(copied(self.graph.graph), self.graph.kept)
         return dataclasses.replace(self, graph=graph)
 
 
 def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
-    """Converts a graph of the caller's own, in place; returns what was decided.
+    """Converts a graph in place; returns the decision.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    return convert_prepared(prepare(graph_def, options, use), options, use)
+    return convert_prepared(prepare(GraphEditor(graph_def, use.names), options), options, use)
 
 
-def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
-    """Runs the first passes on a graph of the caller's own, in place, and indexes it.
+def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
+    """Runs the first passes on a graph, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
     with _collector_paused():
-        graph = GraphEditor(graph_def, use.names)
         _run(_passes_for(graph, options, carries_plan=False), graph, options)
-        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
+        indexes = index_bodies(graph, options.dtype, options.device)
         return PreparedGraph(graph, indexes, graph.weights)
 
 
@@ -277,11 +276,11 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     if _BIAS_SUMS in passes:
         from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
-        options = with_sums(options, prepared.indexes)
+        options = with_sums(options, graph)
     with _collector_paused():
         decision = decide(prepared.indexes, prepared.weights, options, use)
         apply_plan(graph, decision.plan)
-        verify_rewrite(graph.graph, decision.scopes, decision.plan)
+        verify_rewrite(graph, decision.scopes, decision.plan)
         _run(passes, graph, options, decision.plan)
     if not decision.plan.summary.low_nodes:
         text = _nothing_converted(decision)
@@ -308,81 +307,74 @@ def _nothing_converted(decision: Decision) -> str:
 def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
-    Nodes keep their names and their order; a Cast comes right behind the node that makes its
-    tensor. Functions keep their names and the names of their arguments and results.
+    Nodes keep their names and their order; Casts come behind them. Functions keep their names and
+    the names of their arguments and results.
     """
-    low = tf_private.dtype_number(plan.dtype)
-    for body in graph.bodies:
-        retypes = [retype for retype in plan.retypes if retype.scope == body.scope]
-        casts = [cast for cast in plan.casts if cast.scope == body.scope]
-        if retypes or casts:
-            _rewrite_scope(body, retypes, casts, low)
+    for retype in plan.retypes:
+        _retype(graph.body(retype.scope), retype, tf_private.dtype_number(plan.dtype))
+    for cast in plan.casts:
+        body, dtypes = graph.body(cast.scope), (tf.as_dtype(cast.from_), tf.as_dtype(cast.to))
+        dims = body.shape(cast.tensor)
+        made = body.cast(cast.name, cast.tensor, dtypes, dims, cast.device)
+        body.connect(made, cast.consumers)
 
 
-def _rewrite_scope(
-    body: GraphEditor, retypes: Sequence[Retype], casts: Sequence[CastSite], low: int
-) -> None:
-    function = body.graph if body.is_function else None
-    by_name = dict(body.by_name)
-    arguments = function.signature.input_arg if function else ()
-    if function:
-        by_name |= {each.name: each for each in arguments}
-        by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
-    for retype in retypes:
-        node = by_name[retype.node]
-        if not retype.attr:
-            node.type = low
-            continue
-        if node.op in SUCCESSORS:
-            node.op = SUCCESSORS[node.op]
-            node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
-        if retype.index is None:
-            node.attr[retype.attr].type = low
-        else:
-            node.attr[retype.attr].list.type[retype.index] = low
-    following: dict[str, list[Any]] = defaultdict(list)
-    for cast in casts:
-        source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
-        node = cast_node(cast.name, cast.tensor, source, target, cast.device)
-        if (dims := body.shape(cast.tensor)) is not None:
-            set_shape(node, dims)
-        following[cast.producer].append(node)
-        connect(function, by_name, cast.name, cast.consumers)
-    if casts:
-        first = (following[argument.name] for argument in arguments)
-        rest = ([node, *following.get(node.name, ())] for node in body.nodes)
-        body.replace_nodes(itertools.chain(*first, *rest))
+def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
+    node = body.named(retype.node)
+    if not retype.attr:
+        node.type = low
+        return
+    if node.op in SUCCESSORS:
+        node.op = SUCCESSORS[node.op]
+        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
+    if retype.index is None:
+        node.attr[retype.attr].type = low
+    else:
+        node.attr[retype.attr].list.type[retype.index] = low
 
 
 # ---- The check -----------------------------------------------------------------------------------
 
 
-def verify_rewrite(after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
-    """Checks a rewritten graph against the decisions: what this finds is a bug of tfamp's.
+def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
+    """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
-    Both ends of every edge agree, every node is there under its name, what must not change is as it
-    was, and all that is new are the plan's Casts; else a RewriteError.
+    Every node is there under its name and has the dtypes that were decided, a Cast is where they
+    differ, and nothing else is new; else a RewriteError.
     """
-    # Indexing compares the dtypes of both ends of every edge.
-    indexes = {index.scope: index for index in build_indexes(after)}
     for painted in scopes:
-        old, index = painted.index, indexes.get(painted.index.scope)
-        if index is None:
-            raise _violation(f"function {old.scope!r}", "it was lost")
-        found = {node.name: node for node in index.nodes}
-        expected = {node.name for node in old.nodes} | {
-            cast.name for cast in plan.casts if cast.scope == old.scope
-        }
-        if wrong := found.keys() ^ expected:
+        index, low, scope = painted.index, painted.low, painted.index.scope
+        if scope and scope not in graph.library:
+            raise _violation(f"function {scope!r}", "it was lost")
+        body = graph.body(scope)
+        casts = {cast.name for cast in plan.casts if cast.scope == scope}
+        own = {node.name for node in index.nodes if node.op not in (ARGUMENT, RESULT)}
+        if wrong := body.by_name.keys() ^ (own | casts):
             raise _violation(f"node {min(wrong)!r}", "it was lost or added")
-        for node in old.nodes:
-            slots = (index.slots[i] for i in found[node.name].slots)
-            dtypes = {(slot.attr, slot.index): slot.dtype for slot in slots}
-            for slot in (old.slots[i] for i in node.slots if i in painted.kept):
-                now = dtypes.get((slot.attr, slot.index))
-                if slot.attr and now != slot.dtype:
-                    cause = f"{slot.attr} became {now}, but must stay {slot.dtype}"
-                    raise _violation(f"node {node.name!r} ({node.op})", cause)
+        for number, slot in enumerate(index.slots):
+            wanted = plan.dtype if number in low else slot.dtype
+            if (found := _dtype_now(body, index, slot)) != wanted:
+                node = index.nodes[slot.node]
+                cause = f"{slot.attr} became {found}, but must be {wanted}"
+                raise _violation(f"node {node.name!r} ({node.op})", cause)
+        for edge in index.edges:
+            name = index.node_of(edge.target).name
+            needs_cast = (edge.source in low) != (edge.target in low)
+            if needs_cast != (node_name(body.taken(name, edge.input)) in casts):
+                cause = f"its input {edge.tensor!r} has another dtype than the node takes"
+                raise _violation(f"node {name!r}", cause)
+
+
+def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
+    """The dtype of a slot as it is in the rewritten graph."""
+    node = index.nodes[slot.node]
+    named = body.named(node.name)
+    if node.op in (ARGUMENT, RESULT):
+        return tf_private.dtype_name(named.type)
+    if slot.attr not in named.attr:  # The op fixes it, or it has its default.
+        return slot.dtype
+    value = named.attr[slot.attr]
+    return tf_private.dtype_name(value.type if slot.place is None else value.list.type[slot.place])
 
 
 def _violation(place: str, cause: str) -> RewriteError:

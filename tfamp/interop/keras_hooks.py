@@ -1,7 +1,7 @@
-"""Every private symbol of Keras that tfamp calls, and which backend Keras runs on.
+"""Every private symbol of Keras that tfamp calls, and the backend that Keras runs on.
 
-Each has one small function and one test, so a release that changes one says which: the function
-raises `UnsupportedVersionError` with the symbol and the installed version.
+Each has one small function and one test. If a release removed a symbol, its function raises
+`UnsupportedVersionError` with the symbol and the installed version.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,14 +25,14 @@ _VARIABLES = "keras.src.backend.common.variables"
 
 
 def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
-    """Returns a patch with which Keras reads its policy by `read` and calls `wrote` at a new one.
+    """Returns a patch: Keras gets its policy from `read`, and calls `wrote` when one is set.
 
-    Keras keeps its policy in a thread-local, and there is no public way to set it for another
-    thread. `read` returns None for Keras's own; `wrote` is called in the thread that set it.
+    Keras keeps its policy in a thread-local, which cannot be set for another thread. `read` returns
+    None for Keras's own policy; `wrote` is called in the thread that set it.
     """
 
     class GlobalState:
-        """Stands for Keras's global-state module, so that functions imported long ago see it."""
+        """Replaces Keras's global-state module, also for functions that were imported before."""
 
         def __init__(self, module: Any) -> None:
             self._module = module
@@ -55,7 +55,7 @@ def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
 
 
 def thread_policy() -> Any:
-    """Keras's own policy of this thread as Keras stores it, None where it stores none yet.
+    """Keras's own policy of this thread as Keras stores it, None if none is stored yet.
 
     Symbol: `keras.src.backend.common.global_state.get_global_attribute`.
     """
@@ -63,7 +63,7 @@ def thread_policy() -> Any:
 
 
 def set_thread_policy(policy: Any) -> None:
-    """Stores Keras's own policy of this thread; None as if none had been set.
+    """Stores Keras's own policy of this thread; None as if it had never been set.
 
     Symbol: `keras.src.backend.common.global_state.set_global_attribute`.
 
@@ -74,7 +74,7 @@ def set_thread_policy(policy: Any) -> None:
 
 
 def global_seed_generator() -> Any:
-    """Keras's source of random numbers without a seed in this thread; None before its first use.
+    """Keras's generator for unseeded random numbers in this thread; None before its first use.
 
     Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
     """
@@ -82,42 +82,40 @@ def global_seed_generator() -> Any:
 
 
 def set_global_seed_generator(generator: Any) -> None:
-    """Gives this thread what `global_seed_generator` returned."""
+    """Restores this thread's generator that `global_seed_generator` returned."""
     foreign(f"{_STATE}:set_global_attribute")(_SEEDS, generator)
 
 
 def averages_activity_losses() -> bool:
-    """Whether Keras divides what an activity regularizer gives by the batch size: since 3.14."""
+    """Whether Keras divides activity regularization losses by the batch size: since 3.14."""
     release = keras.__version__.split(".")[:2]
     return tuple(int(part) for part in release) >= (3, 14)
 
 
 def calling_layers() -> list[Any]:
-    """The layers whose call, build or tracing this thread is in, the outermost first.
+    """The layers that this thread is calling, building or tracing, the outermost first.
 
     Symbol: "name_scope_stack" in `keras.src.backend.common.global_state`, whose entries have a
-    `.caller`. Keras's own call context would not do: while a layer traces its sublayers to build
-    them, there is none.
+    `.caller`. Keras's call context is missing while a layer traces its sublayers to build them.
     """
     stack = foreign(f"{_STATE}:get_global_attribute")("name_scope_stack") or ()
     callers = [keras_symbol(scope, "caller") for scope in stack]
     return [caller for caller in callers if isinstance(caller, keras.Layer)]
 
 
-def functional_class() -> type:
+def functional_class() -> Any:
     """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
-    found: type = foreign("keras.src.models.functional:Functional")
-    return found
+    return foreign("keras.src.models.functional:Functional")
 
 
 def exported_inputs(model: Any) -> Any:
-    """Specs of the inputs that `export` gives a model that was called, None for others.
+    """Input specs that `export` uses; None for a model that was never called.
 
     Symbol: `keras.src.export.export_utils.get_input_signature`.
     """
     try:
         return foreign("keras.src.export.export_utils:get_input_signature")(model)
-    except ValueError:  # It was never called, as `export` says.
+    except ValueError:  # It was never called.
         return None
 
 
@@ -130,7 +128,7 @@ def functional_of(model: Any) -> Any:
 
 
 def first_method_of_call(layer: Any) -> str:
-    """Name of what a call begins with, before inputs are cast: `Layer._check_super_called`."""
+    """Name of the first method in a call, before inputs are cast: `Layer._check_super_called`."""
     keras_symbol(layer, "_check_super_called")
     return "_check_super_called"
 
@@ -141,7 +139,7 @@ def sublayers(layer: Any) -> tuple[Any, ...]:
 
 
 def layers_of(*roots: Any) -> list[Any]:
-    """Layers and all below them, each once, a layer before all that it holds."""
+    """Layers and all their sublayers, each once, a layer before its sublayers."""
     seen: set[int] = set()
     found: list[Any] = []
 
@@ -166,7 +164,7 @@ def inbound_nodes(operation: Any) -> tuple[Any, ...]:
 
 
 def outbound_nodes(operation: Any) -> tuple[Any, ...]:
-    """The nodes that use what a layer or op returned. Symbol: `Operation._outbound_nodes`."""
+    """The nodes that consume a layer's or op's outputs. Symbol: `Operation._outbound_nodes`."""
     return tuple(keras_symbol(operation, "_outbound_nodes"))
 
 
@@ -176,7 +174,7 @@ def producer(tensor: Any) -> tuple[Any, Any]:
     Symbol: `KerasTensor._keras_history`.
 
     Returns:
-        (operation, node), or (None, None) for a tensor nothing made.
+        (operation, node), or (None, None) for a tensor without a producer.
     """
     history = keras_symbol(tensor, "_keras_history")
     if history.operation is None:
@@ -185,9 +183,9 @@ def producer(tensor: Any) -> tuple[Any, Any]:
 
 
 def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
-    """Changes the dtype a symbolic tensor says it has. Symbol: `KerasTensor._dtype`.
+    """Changes the dtype of a symbolic tensor. Symbol: `KerasTensor._dtype`.
 
-    Public tensors are immutable: a model's outputs would go on saying what they said before its
+    Public tensors are immutable: a model's outputs would keep the dtype that they had before its
     output layer was changed.
     """
     keras_symbol(tensor, "_dtype")
@@ -195,7 +193,7 @@ def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
 
 
 def set_fed_dtype(input_layer: Any, dtype: str) -> None:
-    """Changes the dtype in which an InputLayer is fed. Symbol: `InputLayer._dtype`."""
+    """Changes the dtype that an InputLayer is fed in. Symbol: `InputLayer._dtype`."""
     for owner in (input_layer, input_layer.output):
         set_symbolic_dtype(owner, dtype)
 
@@ -203,7 +201,7 @@ def set_fed_dtype(input_layer: Any, dtype: str) -> None:
 def outputs_of(functional: Any) -> list[Any]:
     """Outputs of a Functional, flat. Symbol: `Function._outputs_struct`.
 
-    `functional.outputs` may hold more: it is the model's own list, and callers extend it.
+    `functional.outputs` may hold more: callers can extend that list.
     """
     return list(keras.tree.flatten(keras_symbol(functional, "_outputs_struct")))
 
@@ -212,7 +210,7 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     """Gives a Functional other outputs, computed from the same inputs.
 
     Symbols: `keras.src.ops.function.map_graph`, `Function._outputs_struct`, the five attributes
-    that `Function.__init__` sets from these, and `Layer._layers`, which lists its layers once more.
+    that `Function.__init__` sets from these, and `Layer._layers`, its second list of layers.
 
     Args:
         functional: The model; its `output_names` stay.
@@ -227,7 +225,7 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     before = set(map(id, functional.layers))
     for name, value in values.items():
         keras_symbol(functional, name)
-        # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
+        # Bypasses Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
     tracked, after = keras_symbol(functional, "_layers"), functional.layers
     gone, known = before - set(map(id, after)), set(map(id, tracked))
@@ -236,13 +234,13 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
 
 
 def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
-    """Has a Functional run `around(operation, function)` for each of its functions.
+    """Makes a Functional run `around(operation, function)` instead of each of its functions.
 
     Symbol: `Function._run_through_graph`.
 
     Args:
-        functional: The model; others that share its operations run them as they are.
-        around: What is given a layer or op, and what is called of it.
+        functional: The model; others that share its operations are not affected.
+        around: Gets a layer or op and the function that calls it; returns a function.
     """
 
     def run(original: Any, inputs: Any, operation_fn: Any = lambda x: x, **kwargs: Any) -> Any:
@@ -253,18 +251,18 @@ def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
 
 
 def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
-    """Gives a layer another policy for a while, whatever its own is and whether it is built.
+    """Replaces a layer's policy temporarily, whether it is built or not.
 
     Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
     other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a layer
     whose two dtypes differ, and a float32 policy for float16 variables has no name.
 
     Args:
-        layer: The layer; its sublayers stay as they are.
-        policy: A policy that says what the layer computes in; it becomes the layer's own.
+        layer: The layer; its sublayers are not affected.
+        policy: A policy with the wanted compute dtype; its variable dtype is set to the layer's.
 
     Returns:
-        A function that gives the layer its own policy back.
+        A function that restores the layer's own policy.
     """
     own = keras_symbol(layer, "_dtype_policy")
     keras_symbol(policy, "_variable_dtype")
@@ -274,15 +272,15 @@ def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
 
 
 def replace_losses(layer: Any) -> Callable[[], None]:
-    """Lets a layer collect losses again, for a call whose tensors must not stay behind.
+    """Notes a layer's collected losses before a call whose loss tensors must not remain.
 
     Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
 
     Args:
-        layer: The layer; its sublayers keep theirs.
+        layer: The layer, without its sublayers.
 
     Returns:
-        A function that gives the layer back what it had collected.
+        A function that restores the collected losses.
     """
     losses, ids = list(keras_symbol(layer, "_losses")), set(keras_symbol(layer, "_loss_ids"))
 
@@ -297,26 +295,26 @@ def replace_losses(layer: Any) -> Callable[[], None]:
 def compile_arguments(model: Any) -> dict[str, Any]:
     """The arguments that a model was compiled with. Symbol: `Trainer._compile_config`.
 
-    Public is only their serialized form, which not every loss has.
+    Only their serialized form is public, which not every loss has.
     """
     return dict(keras_symbol(keras_symbol(model, "_compile_config"), "config"))
 
 
 def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
-    """Gives a compiled model another optimizer, also in what is saved of it.
+    """Gives a compiled model another optimizer, also in its saved configuration.
 
-    Symbol: `Trainer._compile_config`. To compile again would forget the metrics' values.
+    Symbol: `Trainer._compile_config`. Compiling again would reset the metrics.
     """
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
-    # Around Layer.__setattr__, as in `compile`: an optimizer is not part of the model's state.
+    # Bypasses Layer.__setattr__, as in `compile`: an optimizer is not part of the model's state.
     object.__setattr__(model, "optimizer", optimizer)
 
 
 def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Callable[[], None]:
-    """Adds figures to the logs of each epoch of `fit`; returns what ends it.
+    """Adds figures to the logs of each epoch of `fit`; returns a function that ends this.
 
-    Symbol: `Trainer._get_metrics_result_or_logs`. Public is `Callback.on_epoch_end` only, which is
-    too late for the callbacks that are listed before. What `evaluate` reads the same way stays.
+    Symbol: `Trainer._get_metrics_result_or_logs`. The public `on_epoch_end` would be too late for
+    callbacks that come before. The results of `evaluate` are not changed.
     """
     evaluations: list[None] = []
 
@@ -339,9 +337,9 @@ def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Ca
 
 
 def copy_annotations(source: Any, target: Any) -> None:
-    """Gives a tensor the Keras mask of another, and its logits in the dtype of the tensor.
+    """Copies a tensor's Keras mask, and its logits, cast to the target's dtype.
 
-    From the logits of a softmax or sigmoid Keras computes its crossentropies.
+    Keras computes crossentropies from the logits of a softmax or sigmoid.
 
     Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`, `_keras_logits` on tensors.
     """
@@ -356,46 +354,43 @@ def copy_annotations(source: Any, target: Any) -> None:
 # ---- Calls of layers -----------------------------------------------------------------------------
 
 
-def reading_in(layer: Any, dtype: str) -> contextlib.AbstractContextManager[None]:
+def reading_in(layer: Any, dtype: str) -> Any:
     """Returns a context in which a float32 layer reads its variables in a dtype when it is called.
 
-    Keras does the same for mixed policies. Only variables that take part in it are read so: those
-    of BatchNormalization, and of an optimizer, are not. Does nothing to a layer that reads another
-    dtype, or that reads float32 because a layer around it does.
+    Keras does the same for mixed policies. Variables that opted out, such as BatchNormalization's
+    and the optimizer's, are not affected; nor are layers that read another dtype, or that read
+    float32 because a layer around them does.
 
     Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
     around it, and `get_autocast_scope`.
     """
-    context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if layer.autocast and layer.compute_dtype == "float32":
         scope = foreign(f"{_VARIABLES}:get_autocast_scope")()
-        # Inside of a scope of another dtype, which is this one's, layers open their own first.
+        # Inside a layer's scope of another dtype, a layer opens its own scope first.
         if scope is None or isinstance(scope.original_scope, _scope_of_ours()):
-            context = _scope_of_ours()(dtype)
-    return context
+            return _scope_of_ours()(dtype)
+    return contextlib.nullcontext()
 
 
 @functools.cache
 def _scope_of_ours() -> Any:
-    """A class of scopes that no layer with a mixed policy has opened."""
+    """A class of scopes, to distinguish tfamp's from those that layers open."""
     return type("Scope", (foreign(f"{_VARIABLES}:AutocastScope"),), {})
 
 
-def reading_variables_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which the layer being called reads its variables in a dtype.
+def reading_variables_in(dtype: str | None) -> Any:
+    """Returns a context in which the layer being called reads its variables in a dtype.
 
     Symbol: `keras.src.backend.common.variables.AutocastScope`.
 
     Args:
-        dtype: A float dtype; None for the one that each variable has.
+        dtype: A float dtype; None for each variable's own.
     """
-    scope: contextlib.AbstractContextManager[None]
-    scope = foreign(f"{_VARIABLES}:AutocastScope")(dtype)
-    return scope
+    return foreign(f"{_VARIABLES}:AutocastScope")(dtype)
 
 
 def keras_symbol(owner: Any, name: str) -> Any:
-    """Returns what a module or an object has under a name, or says that it does not have it."""
+    """Returns an attribute of a module or object; raises `UnsupportedVersionError` if missing."""
     return foreign_symbol(owner, name, "Keras")
 
 
@@ -403,20 +398,18 @@ def keras_symbol(owner: Any, name: str) -> Any:
 
 
 def built_for(optimizer: Any) -> list[Any]:
-    """The variables of a model that an optimizer was built for. Symbol: `_trainable_variables`."""
+    """The variables that an optimizer was built for. Symbol: `_trainable_variables`."""
     return list(keras_symbol(optimizer, "_trainable_variables"))
 
 
-def key_of(optimizer: Any) -> Callable[[Any], Hashable]:
-    """Returns the function that gives a variable's key in an optimizer. Symbol: `_var_key`."""
-    key: Callable[[Any], Hashable] = keras_symbol(optimizer, "_var_key")
-    return key
+def key_of(optimizer: Any) -> Any:
+    """Returns the function from a variable to its key in an optimizer. Symbol: `_var_key`."""
+    return keras_symbol(optimizer, "_var_key")
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
-    """The place of a variable in the slots. Symbol: `_get_variable_index`."""
-    index: int = keras_symbol(optimizer, "_get_variable_index")(variable)
-    return index
+    """Index of a variable in the slots. Symbol: `_get_variable_index`."""
+    return int(keras_symbol(optimizer, "_get_variable_index")(variable))
 
 
 def slot(optimizer: Any, name: str, index: int) -> Any:
@@ -435,18 +428,16 @@ def decays(optimizer: Any, variable: Any) -> bool:
 def without_missing(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Leaves out gradients that are None, and warns as Keras does.
+    """Drops gradients that are None, and warns like Keras.
 
     Symbol: `_filter_empty_gradients`.
     """
-    kept: tuple[list[Any], list[Any]] = keras_symbol(optimizer, "_filter_empty_gradients")(
-        gradients, variables
-    )
-    return kept
+    kept, owners = keras_symbol(optimizer, "_filter_empty_gradients")(gradients, variables)
+    return list(kept), list(owners)
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients clipped as an optimizer is told. Symbol: `_clip_gradients`."""
+    """Gradients clipped by an optimizer's clipping options. Symbol: `_clip_gradients`."""
     return list(keras_symbol(optimizer, "_clip_gradients")(gradients))
 
 
@@ -461,10 +452,10 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def excluded_from_decay(optimizer: Any) -> tuple[set[Any], Any]:
-    """Keys of the variables that are not decayed, and the pattern of such names.
+    """Keys of the variables that are not decayed, and the pattern of their names.
 
-    Symbols: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, which an optimizer
-    has where `exclude_from_weight_decay` was called.
+    Symbols: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, which
+    `exclude_from_weight_decay` sets.
     """
     keys: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
     return keys, getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
@@ -487,19 +478,19 @@ def runs_tensorflow() -> bool:
 
 
 def native(variable: Any) -> Any:
-    """Value of a `keras.Variable`, a `tf.Variable` on TensorFlow; any other variable itself."""
+    """Value of a `keras.Variable`, on TensorFlow a `tf.Variable`; any other variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def as_tensor(variable: Any) -> Any:
-    """The value of a variable as a tensor; on several replicas this one's, or the first one's."""
-    # Keras takes its own variable for a tensor, so ops.convert_to_tensor would hand it out.
+    """The value of a variable as a tensor; in cross-replica context the first replica's."""
+    # keras.ops.convert_to_tensor would return the Keras variable itself.
     value = native(variable)
     return tf.convert_to_tensor(value) if runs_tensorflow() else value
 
 
 def described(value: object) -> str:
-    """Returns a sentence end: what was given where an object of Keras 3 is expected, and advice."""
+    """Describes a value given instead of an object of Keras 3, with advice, to end a message."""
     owner = value if isinstance(value, type) else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}".removeprefix("builtins.")
     text = f"the class {name}" if value is owner else f"{value!r:.80} of type {name}"
@@ -521,11 +512,11 @@ def advice(value: object) -> str:
 
 
 def require_tensorflow(feature: str, instead: str = "a mixed policy") -> None:
-    """Raises where Keras runs on another backend.
+    """Raises an error if Keras runs on another backend.
 
     Args:
-        feature: What is called, as the subject of a sentence: "tfamp.rewrite".
-        instead: What to use on other backends.
+        feature: The feature, as the subject of a sentence: "tfamp.rewrite".
+        instead: The feature to use on other backends.
 
     Raises:
         UnsupportedBackendError: Keras runs on JAX or PyTorch, for example.

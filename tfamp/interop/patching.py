@@ -1,7 +1,7 @@
-"""How tfamp patches TensorFlow and Keras, and where: the place to port to a new release of these.
+"""Patches of TensorFlow and Keras: the place to port to a new release of either.
 
-The tables below name every symbol that is ever patched, and the library code that autocast knows
-by name. A symbol that a release has removed raises `UnsupportedVersionError`, which names it.
+The tables below list every patched symbol, and the library code that autocast recognizes by name.
+`UnsupportedVersionError` names a symbol that a release has removed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
 
 # ---- Patched symbols -----------------------------------------------------------------------------
 
-# What a `Patch` calls them, several of one kind alike, and where they are.
+# Name in a `Patch`, one for all symbols of a kind, and the symbol.
 _KERAS_AND_PUBLIC = (
     ("layer_init", "keras.layers:Layer.__init__"),
     ("layer_call", "keras.layers:Layer.__call__"),
     ("functional_init", "keras.src.models.functional:Functional.__init__"),
     ("variable_init", "keras.src.backend.common.variables:Variable.__init__"),
     ("batch_normalization", "keras.layers:BatchNormalization.call"),
-    # What a layer calls when it has chosen the dtype in which it reads its variables.
+    # Called by a layer once it has chosen the dtype in which it reads its variables.
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
@@ -81,14 +81,14 @@ _PRIVATE_TENSORFLOW = (
 _private = tuple((name, f"tensorflow.python.{symbol}") for name, symbol in _PRIVATE_TENSORFLOW)
 SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
 
-# ---- Code that looks at dtypes itself, by the names of its modules -------------------------------
+# ---- Code that checks dtypes itself, by the names of its modules ---------------------------------
 
-# Autocast goes by the code that asks for a cast or a conversion. tests/torch_style/test_ops.py
+# Autocast decides by the code that requests a cast or a conversion. tests/torch_style/test_ops.py
 # fails where a release renames one of these.
 
-# Keras casts inputs to a layer's dtype, and those and results of its ops to a common one. For a
-# float32 layer inside autocast that would undo every cast, so it is left out: each op decides for
-# itself instead.
+# Keras casts inputs to a layer's dtype, and inputs and results of its ops to a common dtype. For a
+# float32 layer inside autocast that would undo every cast, so these casts are skipped, and each op
+# decides.
 _KERAS_OPS = (
     "keras.src.backend.tensorflow.numpy",
     "keras.src.backend.tensorflow.nn",
@@ -96,17 +96,16 @@ _KERAS_OPS = (
 )
 KERAS_UPCASTS = ("keras.src.dtype_policies.dtype_policy", *_KERAS_OPS)
 NEEDS_KERAS_UPCAST = frozenset({"argmax", "argmin", "signbit"})
-# Functions that cast a float32 result to the dtype of their input. It stays float32, as that of the
-# op they are made of.
+# Functions that cast a float32 result back to the dtype of their input. It stays float32, like the
+# result of the underlying op.
 RESULTS_CAST_BACK = {
     *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
     ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
     ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
-# Functions that look at dtypes before an op does. The first refuse low precision, or multiply by
-# itself what they then sum up: float16's square overflows from 256 on. The second refuse mixed
-# dtypes.
+# Functions that check dtypes before they run an op. The first reject low precision, or sum squares,
+# which overflow float16 from 256 on. The second reject mixed dtypes.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
     ("tensorflow.python.ops.linalg_ops", "norm"),
@@ -121,9 +120,9 @@ SAME_DTYPE_FUNCTIONS = {
     ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
     ("tensorflow.python.ops.nn_ops", "_dropout"),
 }
-# The module whose conversions are for a variable, which has its dtype already.
+# The module whose conversions are for variables, which have a fixed dtype.
 FIXED_DTYPES = "tensorflow.python.ops.resource_variable_ops"
-# Modules a cast passes through between whoever asked for it and TensorFlow's cast op.
+# Modules between the code that requests a cast and TensorFlow's cast op.
 IN_BETWEEN = (
     "tensorflow.python.autograph.",
     "tensorflow.python.ops.math_ops",
@@ -146,7 +145,7 @@ def level_of_user() -> int:
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    # What AutoGraph makes of a user's function is in a temporary file, which nobody can open.
+    # AutoGraph writes converted functions of a user to a temporary file.
     is_generated = "__autograph_generated_file" in frame.f_code.co_filename
     return is_generated or frame.f_globals.get("__name__", "").startswith(("tfamp.", *LIBRARIES))
 
@@ -155,7 +154,7 @@ def _is_of_library(frame: FrameType) -> bool:
 
 
 def foreign_symbol(owner: Any, name: str, library: str) -> Any:
-    """Returns what a module, class or object has under a name, or says that it is missing."""
+    """Returns an attribute of a module, class or object; an error names a missing one."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -173,9 +172,10 @@ def missing_symbol(symbol: str, library: str) -> UnsupportedVersionError:
 
 
 def foreign(symbol: str) -> Any:
-    """Returns a symbol, e.g. "keras.src.models.functional:Functional", or says that it is missing.
+    """Returns a symbol, e.g. "keras.src.models.functional:Functional".
 
-    Of another package than Keras, such as protobuf, it counts as TensorFlow's, which brings that.
+    `UnsupportedVersionError` names one that is missing. Symbols of packages that TensorFlow depends
+    on, such as protobuf, count as TensorFlow's.
     """
     return getattr(*locate(symbol))
 
@@ -191,7 +191,7 @@ def locate(symbol: str) -> tuple[Any, str]:
         raise missing_symbol(module, library) from error
     for each in classes:
         owner = foreign_symbol(owner, each, library)
-    # Not with getattr: a method taken from the class may still be found in its parents.
+    # getattr would find a method that was removed from a class in its parents.
     if name not in vars(owner):
         raise missing_symbol(symbol.replace(":", "."), library)
     return owner, name
@@ -201,35 +201,35 @@ def locate(symbol: str) -> tuple[Any, str]:
 
 
 class Patch:
-    """Replaces symbols with functions for as long as anyone holds it.
+    """Replaces symbols while at least one user holds it.
 
-    What another library has put on top stays; whatever it keeps of ours then only calls the
-    original.
+    A replacement that another library has made on top stays, and our function below it only calls
+    the original from then on.
 
     Args:
-        replacements: Names of the tables, each with a function that gets the original and what that
-            was called with; or with a class: an instance made of the original stands in its place.
+        replacements: By name in the tables, a function that is called with the original and its
+            arguments, or a class whose instance, made of the original, replaces it.
     """
 
     def __init__(self, **replacements: Callable[..., Any]) -> None:
         self._replacements = replacements
-        # Reentrant: while it is held, Python may end a forgotten generator that holds the patch.
+        # Reentrant: garbage collection may meanwhile close a generator that holds the patch.
         self._lock = threading.RLock()
-        self.users = 0  # How often it is held.
+        self.users = 0
         self._replaced: list[_Replaced] = []
 
     def acquire(self) -> None:
-        """Puts the functions in place, if nobody holds it; raises where a symbol is missing."""
+        """Replaces the symbols for the first user; raises where one is missing."""
         with self._lock:
             if not self.users:
                 ours = self._replacements
                 found = [(locate(symbol), ours[name]) for name, symbol in SYMBOLS if name in ours]
-                # Only now that every symbol is known to be there.
+                # Only once every symbol is known to exist.
                 self._replaced = [_Replaced(*place, around) for place, around in found]
             self.users += 1
 
     def release(self) -> None:
-        """Puts the originals back, if nobody else holds it."""
+        """Restores the originals after the last user."""
         with self._lock:
             self.users -= 1
             if not self.users:
@@ -237,7 +237,7 @@ class Patch:
                     each.put_back()
 
     def keep(self, wanted: bool) -> None:
-        """Acquires or releases it for its only holder, if that has not been done."""
+        """Acquires or releases it for a single user; a repeated call changes nothing."""
         if wanted != bool(self.users):
             (self.acquire if wanted else self.release)()
 
@@ -267,12 +267,11 @@ def patched_here(
 
 
 class _Replaced:
-    """A symbol, or a method of one object, with something of ours in its place."""
+    """A symbol or a method of one object, with the replacement."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self.owner, self.name, self.active = owner, name, True
-        # Not with getattr: a method taken from its class may be one of the class's parents. None
-        # where an object has the method from its class.
+        # Not getattr, which searches parent classes. None where an object inherits the method.
         self.before = _in_use(vars(owner).get(name))
         original = getattr(owner, name) if self.before is None else self.before
         is_class = isinstance(around, type)
@@ -291,7 +290,7 @@ class _Replaced:
         return wrapper
 
     def put_back(self) -> None:
-        """Puts the original back, unless something else has been put on top since."""
+        """Restores the original, unless another replacement has been made on top since."""
         self.active = False
         if vars(self.owner).get(self.name) is self.ours:
             _put(self.owner, self.name, _in_use(self.before))
@@ -302,14 +301,14 @@ _MARK = "_tfamp_replaced"
 
 
 def _replaced_by(value: Any) -> _Replaced | None:
-    """The replacement that a function or object of ours is; None for others'."""
+    """Returns the replacement that a function or object belongs to; None for foreign ones."""
     found = getattr(value, _MARK, None)
-    # What another library puts on top may have copied our attributes.
+    # A wrapper of another library may have copied our attributes.
     return found if isinstance(found, _Replaced) and found.ours is value else None
 
 
 def _in_use(value: Any) -> Any:
-    """Returns the value below replacements that ended while something else was on top of them."""
+    """Returns the value below replacements that ended while another one was on top of them."""
     while (found := _replaced_by(value)) is not None and not found.active:
         value = found.before
     return value
@@ -321,7 +320,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
     elif value is None:
         del vars(owner)[name]
     else:
-        # Around Layer.__setattr__: nothing here is state to track, to save or to check-point.
+        # Bypasses Layer.__setattr__: a replacement is not state to track or to save.
         vars(owner)[name] = value
 
 
@@ -331,7 +330,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
 def wrap_method(obj: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Replaces a method of one object by `around(method, *args, **kwargs)`.
 
-    Returns what ends this, as `unwrap_methods` does for all methods of the object.
+    Returns a function that undoes it; `unwrap_methods` does so for all methods of the object.
     """
     return _Replaced(obj, name, around).put_back
 
@@ -342,7 +341,7 @@ def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:
 
 
 def unwrap_methods(obj: Any) -> None:
-    """Gives an object its own methods back, but where something else was put on top of ours."""
+    """Restores the methods of an object, except where another replacement is on top of ours."""
     for name, method in wrapped_methods(obj).items():
         while (found := _replaced_by(method)) is not None:
             method = found.before
@@ -350,6 +349,6 @@ def unwrap_methods(obj: Any) -> None:
 
 
 def rewrap_methods(obj: Any, methods: dict[str, Callable[..., Any]]) -> None:
-    """Puts replacements that `wrapped_methods` returned back in place."""
+    """Restores replacements that `wrapped_methods` returned."""
     unwrap_methods(obj)
     vars(obj).update(methods)

@@ -1,18 +1,18 @@
-"""Every private TensorFlow symbol tfamp calls, each behind one small typed function.
+"""Every private TensorFlow symbol that tfamp calls, each behind one small typed function.
 
-What is patched is in the tables of `tfamp.interop.patching`.
+Patched symbols are in the tables of `tfamp.interop.patching`.
 
-A symbol that a TensorFlow release removed raises `UnsupportedVersionError` with the version found
-and the versions tested. Each function has its own test, so a release that changes one says which.
+If a release removed a symbol, its function raises `UnsupportedVersionError` with the installed and
+the tested versions. Each function has its own test, which fails if a release changes the symbol.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.interop.patching import foreign, foreign_symbol, patched_here
+from tfamp.interop.patching import foreign, foreign_symbol
 
 _logger = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -29,50 +29,61 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def strategy_needs_merge_call() -> bool:
     """Whether the current `tf.distribute` strategy updates variables through `merge_call`.
 
-    Such a strategy (MirroredStrategy on CPUs, for one) forbids a `tf.cond` around an update in
-    replica context: the condition has to be taken in cross-replica context.
+    Such a strategy, like MirroredStrategy on CPUs, forbids a `tf.cond` around an update in replica
+    context: the condition has to be evaluated in cross-replica context. False without a strategy.
 
     Symbol: `tf.__internal__.distribute.strategy_supports_no_merge_call`; Keras calls it for the
-    same purpose. No public function does this.
-
-    True inside such a strategy, False without a strategy.
+    same purpose. No public function does.
     """
     distribute = tf.__internal__.distribute
     return not private_symbol(distribute, "strategy_supports_no_merge_call")()
 
 
+def replicas_share_graph() -> bool:
+    """Whether this is a replica, and all replicas are traced into the current graph.
+
+    Such replicas can meet in a `merge_call`. A `tf.function` that a replica calls is traced for
+    this replica alone.
+
+    Symbol: the attribute `graph` of `tensorflow.python.distribute.mirrored_run`'s threads, the
+    graph in which `strategy.run` was called. No public function returns it.
+    """
+    graph = getattr(threading.current_thread(), "graph", None)
+    return graph is tf.compat.v1.get_default_graph()
+
+
 def op_definition(name: str) -> Any | None:
     """Returns the definition of an op type: its arguments and attributes.
 
-    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks an op up by
-    name: a graph's `graph_def` holds no definitions, and `tf.raw_ops` leaves out internal ops.
+    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks up an op by
+    name: a graph's `graph_def` has no definitions, and `tf.raw_ops` lacks internal ops.
 
-    An `OpDef` message, shared by all callers: not to be changed. None for an unknown op; one of a
-    library that `tf.load_op_library` has loaded is known.
+    An `OpDef` message, shared by all callers: do not change it. None for an unknown op; ops that
+    `tf.load_op_library` has loaded are known.
     """
     return private("framework.op_def_registry:get")(name)
 
 
 def known_ops() -> frozenset[str]:
-    """Returns the names of all op types TensorFlow knows at this time; takes tens of ms.
+    """Returns the names of all registered op types; takes tens of ms.
 
-    Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. `tf.raw_ops` is public but leaves
-    out internal ops and those of loaded libraries.
+    Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. The public `tf.raw_ops` lacks
+    internal ops and ops of loaded libraries.
     """
     api = private("framework.c_api_util:ApiDefMap")()
     return frozenset(private_symbol(api, "op_names")())
 
 
 def default_device_kind() -> str:
-    """Returns the kind of device that TensorFlow gives an op that asks for none."""
+    """Returns the kind of device that TensorFlow places an op on by default."""
     return "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
 
 
 def device_details(device: Any) -> dict[str, Any]:
-    """Returns what TensorFlow knows of a physical device, with its compute capability as text.
+    """Returns TensorFlow's details of a physical device, with its compute capability as text.
 
     Symbol: `tensorflow.python.pywrap_tfe.TF_GetDeviceDetails`. The public function raises an error
-    for a capability with a letter, such as "9.0a", and then not even the device's name is known.
+    for a capability with a letter, such as "9.0a", so that not even the device's name is known.
 
     Empty for a device of another machine.
     """
@@ -83,10 +94,10 @@ def device_details(device: Any) -> dict[str, Any]:
 
 
 def runtime_has_started() -> bool:
-    """Whether TensorFlow has started its devices: from then on they cannot be configured.
+    """Whether TensorFlow has initialized its devices: then they cannot be configured any more.
 
-    Symbol: `tensorflow.python.eager.context.Context._context_handle`. No public function
-    finds out without starting them.
+    Symbol: `tensorflow.python.eager.context.Context._context_handle`. Public functions initialize
+    them.
     """
     return private_symbol(private("eager.context:context")(), "_context_handle") is not None
 
@@ -95,7 +106,7 @@ def runtime_has_started() -> bool:
 
 
 def place_in_trace(op: Any) -> int:
-    """The number of an operation in the order in which those of its graph were made.
+    """The number of an operation in the order in which its graph's operations were created.
 
     Symbol: `tf.Operation._id`.
     """
@@ -103,12 +114,12 @@ def place_in_trace(op: Any) -> int:
 
 
 def _definition(op: str) -> Any:
-    """The definition of an op type, or for an unknown one that of an op that takes nothing."""
+    """The definition of an op type; for an unknown one the definition of an op without inputs."""
     return op_definition(op) or op_definition("NoOp")
 
 
 def held_dtype(handle: Any) -> str:
-    """Returns the dtype of the variable that a handle is of, or "" if it is not known.
+    """Returns the dtype of a handle's variable, or "" if unknown.
 
     Symbol: `tensorflow.python.ops.handle_data_util.get_handle_data`.
     """
@@ -118,19 +129,19 @@ def held_dtype(handle: Any) -> str:
 
 
 def resource_kind(handle: Any) -> str:
-    """Returns what the resource of an eager handle is, as "tensorflow::Var"; "" if unknown.
+    """Returns the type of an eager handle's resource, such as "tensorflow::Var"; "" if unknown.
 
-    Symbol: how TensorFlow prints a `ResourceHandle`, which no public attribute gives the type of.
+    Symbol: how TensorFlow prints a `ResourceHandle`, whose type has no public attribute.
     """
     found = re.search(r'type="([^"]*)"', repr(handle))
     return found[1] if found else ""
 
 
 def operation_seeds() -> Any:
-    """Returns the `random.Random` that eager random ops without a seed take theirs from, or None.
+    """Returns the `random.Random` that seeds eager random ops without a seed, or None.
 
-    Symbol: `tensorflow.python.eager.context.Context._rng`, there once `tf.random.set_seed` was
-    called. No public function returns its state.
+    Symbol: `tensorflow.python.eager.context.Context._rng`, which exists once `tf.random.set_seed`
+    was called. No public function returns its state.
     """
     return getattr(_context()(), "_rng", None)
 
@@ -140,9 +151,9 @@ class OpInput(NamedTuple):
 
     Attributes:
         name: Its name in the op's definition.
-        type_attr: The attribute that holds its dtype; None where that is fixed or a list.
-        floats: The float dtypes that attribute may be, and that have a kernel on the device.
-        dtype: The dtype where that is fixed, else None.
+        type_attr: The attribute that holds its dtype; None if that is fixed or a list.
+        floats: The float dtypes that the attribute allows and that have a kernel on the device.
+        dtype: The dtype if that is fixed, else None.
         is_list: Whether it takes several tensors.
     """
 
@@ -153,16 +164,16 @@ class OpInput(NamedTuple):
     is_list: bool
 
 
-# SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
-# and reads past the end of one of another dtype.
+# SparseAdd's threshold must have the dtype of the real part of its values. TensorFlow does not
+# check this, and reads out of bounds for another dtype.
 _REAL_PART_OF = {"Treal": "T"}
 
 
 @functools.cache
 def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
-    """The inputs of an op type, in order; none for an op TensorFlow does not know.
+    """The inputs of an op type, in order; none for an unknown op.
 
-    The device is the kind that the op is to run on: `floats` depends on it, and nothing else.
+    Only `floats` depends on the device, the kind that the op is to run on.
     """
     definition = _definition(op)
     used = {arg.type_attr for arg in definition.input_arg}
@@ -201,9 +212,9 @@ def _allowed_floats(attr: Any) -> frozenset[str]:
 
 
 def _without_kernel(op: str, attr: str, device: str) -> frozenset[str]:
-    """The low-precision dtypes that a device has no kernel for, although it has float32's.
+    """The low-precision dtypes that a device lacks a kernel for although it has float32's.
 
-    With them TensorFlow would run the op on the CPU, as it does where there is no float32 kernel.
+    In these TensorFlow would run the op on the CPU, as it does without a float32 kernel.
     """
 
     def has(kind: str, dtype: str) -> bool:
@@ -222,27 +233,27 @@ _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECA
 
 @functools.cache
 def device_kind_of(name: str) -> str:
-    """Kind of device in a device's name: "cpu", "gpu" or "tpu"; "" where there is none."""
+    """Kind of device in a device's name: "cpu", "gpu" or "tpu"; "" without one."""
     found = _DEVICE_KIND.search(name)
     return found[1].lower() if found else ""
 
 
 def device_kind_in_force() -> str:
-    """The kind of device that the `tf.device` blocks around this code name; "" if they name none.
+    """The kind of device that the `tf.device` blocks around this code set; "" if they set none.
 
     Symbols: `tf.Graph._device_function_stack` and `tensorflow.python.eager.context.context`. Only
-    tensors and ops that exist have a public device.
+    existing tensors and ops have a public device.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         for block in private_symbol(graph, "_device_function_stack").peek_objs():
             if block.function is None:  # tf.device(None)
                 return ""
-            # A function of the op may name any.
+            # A device function of the op may return any device.
             name = block.string_merge(tf.compat.v1.NodeDef()) if block.fast_string_merge else ""
             if kind := device_kind_of(name):
                 return kind
-        # What calls the function that this graph is for may be in a block too.
+        # The caller of this graph's function may be in a block too.
         graph = getattr(graph, "outer_graph", None)
     return device_kind_of(_context()().device_name or "")
 
@@ -264,15 +275,15 @@ class Kernel(NamedTuple):
     """A kernel of an op."""
 
     device: str  # Kind of device it runs on: "cpu", "gpu"; "default" is every kind.
-    dtypes: dict[str, frozenset[str]]  # By type attribute that it restricts: those it accepts.
+    dtypes: dict[str, frozenset[str]]  # Restricted type attribute -> accepted dtypes.
 
 
 @functools.cache
 def kernels(op: str) -> tuple[Kernel, ...]:
-    """Returns the kernels of an op type, for devices that are not in this machine as well.
+    """Returns the kernels of an op type, also for devices that this machine does not have.
 
-    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
-    to run the op on the device and read the error message.
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Otherwise one would
+    have to run the op on the device and read the error message.
     """
     find = private("framework.kernels:get_registered_kernels_for_op")
     return tuple(
@@ -291,10 +302,10 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
     """Whether a device kind has a kernel for an op with these type attributes and their dtypes.
 
-    A TPU compiles its ops: nothing is known before.
+    True for TPUs, which compile their ops.
     """
     found = kernels(op)
-    # oneDNN's kernels stand in for those of the op itself, for these in bfloat16.
+    # oneDNN's kernels replace the op's own; for these ops they add bfloat16.
     if op.startswith("FusedBatchNorm") and any("bfloat16" in dtypes for _, dtypes in types):
         found += kernels(f"_MklNative{op}")
     return device == "tpu" or any(
@@ -309,15 +320,15 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
 
 @functools.cache
 def dtype_name(number: int) -> str:
-    """Returns the name of a dtype that a graph gives as a number; a reference's is its value's."""
+    """Returns the name of a dtype enum in a graph; of a reference dtype its value's name."""
     try:
         return tf.as_dtype(number).base_dtype.name
-    except TypeError:  # A number that graphs do not use; an op's definition may.
+    except TypeError:  # Not used in graphs, but in definitions of ops.
         return f"dtype {number}"
 
 
 def dtype_number(name: str) -> int:
-    """Returns the number by which graphs call a dtype."""
+    """Returns the enum of a dtype in graphs."""
     return tf.as_dtype(name).as_datatype_enum
 
 
@@ -325,26 +336,25 @@ def dtype_number(name: str) -> int:
 
 
 def saved_model_message() -> Any:
-    """Returns an empty `SavedModel` message: what a saved_model.pb holds.
+    """Returns an empty `SavedModel` message, the type of a saved_model.pb.
 
     Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the messages
-    inside it, not this one, and `tf.saved_model.load` gives no graphs.
+    inside it, not this one, and `tf.saved_model.load` does not return graphs.
     """
     return foreign("tensorflow.core.protobuf.saved_model_pb2:SavedModel")()
 
 
-def message_error() -> type[Exception]:
-    """Returns the class of the errors that messages raise when they cannot be parsed.
+def message_error() -> Any:
+    """Returns the class of errors in parsing messages.
 
-    Symbol: `google.protobuf.message.Error`. It is public in protobuf, which TensorFlow brings and
-    may move: TensorFlow itself names no such class.
+    Symbol: `google.protobuf.message.Error`. It is public in protobuf, a dependency of TensorFlow,
+    which itself does not export it.
     """
-    error: type[Exception] = foreign("google.protobuf.message:Error")
-    return error
+    return foreign("google.protobuf.message:Error")
 
 
 def write_fingerprint(directory: str) -> None:
-    """Writes the fingerprint.pb that belongs to a directory's saved_model.pb.
+    """Writes the fingerprint.pb of a directory's saved_model.pb.
 
     Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
     `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
@@ -353,12 +363,12 @@ def write_fingerprint(directory: str) -> None:
 
 
 def private(symbol: str) -> Any:
-    """Returns a symbol of TensorFlow's Python code, e.g. "ops.math_ops:cast", or says which not."""
+    """Returns a symbol below `tensorflow.python`, such as "ops.math_ops:cast"."""
     return foreign(f"tensorflow.python.{symbol}")
 
 
 def private_symbol(owner: Any, name: str) -> Any:
-    """Returns what a module or class has under a name, or says it is missing."""
+    """Returns an attribute of a module or class; raises `UnsupportedVersionError` if missing."""
     return foreign_symbol(owner, name, "TensorFlow")
 
 
@@ -380,20 +390,20 @@ def xla_works(device: str) -> bool:
 
 
 def capture_into_graph(tensor: Any) -> Any:
-    """Returns a tensor of the function being traced that has the value of a tensor from outside.
+    """Captures a tensor from outside in the function being traced; returns its placeholder.
 
-    Symbol: `FuncGraph.capture`. An op that takes an eager tensor captures it by itself, but the
-    `input_map` of `tf.graph_util.import_graph_def` takes tensors of the graph only, and
-    `tf.identity` copies what a resource handle says of its variable's shape for some dtypes only.
+    Symbol: `FuncGraph.capture`. Ops capture eager tensors, but the `input_map` of
+    `tf.graph_util.import_graph_def` takes tensors of the graph only, and `tf.identity` copies a
+    resource handle's shape for some dtypes only.
     """
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
 
 def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
-    """Lets resource handles know of their variables what other handles of the same ones know.
+    """Copies dtype and shape of variables from handles to other handles of the same variables.
 
-    Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. A gradient of a gradient asks
-    for the dtype and shape of the variables that a loop passes on; an imported loop has lost them.
+    Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. Second gradients need the
+    dtypes and shapes of variables that a loop passes on; an imported loop has lost them.
     """
     copy = private("ops.handle_data_util:copy_handle_data")
     for source, target in zip(sources, targets, strict=True):
@@ -401,10 +411,10 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
 
 
 def note_variables(variables: Iterable[Any]) -> None:
-    """Tells the function being traced that it uses variables, so that tapes outside watch them.
+    """Registers variables with the function being traced, so that tapes outside watch them.
 
-    Symbol: `FuncGraph.watch_variable`. Reading a variable does it, but an imported node that reads
-    its handle does not.
+    Symbol: `FuncGraph.watch_variable`. Reading a variable calls it; an imported node that reads its
+    handle does not.
     """
     watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
     for variable in variables:
@@ -412,12 +422,11 @@ def note_variables(variables: Iterable[Any]) -> None:
 
 
 def register_functions(definitions: Iterable[Any], owner: Any) -> None:
-    """Makes functions callable for as long as an object lives.
+    """Registers functions with the eager runtime for the lifetime of an object.
 
     Symbols: `add_function_def` and `remove_function` of
-    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds the functions
-    to the graph it imports into, where the eager runtime does not find them. Their names must be
-    new; a weak reference to the owner is kept.
+    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds functions to
+    the importing graph only. Their names must be new; a weak reference to the owner is kept.
     """
     context = private("eager.context:context")()
     for definition in definitions:
@@ -430,17 +439,17 @@ def registered_gradient(name: str) -> Any:
     """Returns the gradient function registered under a name; raises a LookupError without one.
 
     Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
-    but nothing that looks one up.
+    looking up is not.
     """
     return private("framework.ops:gradient_registry").lookup(name)
 
 
 def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
-    """Returns the gradients of a call's inputs, from the function that the op's graph has.
+    """Returns the gradients of a call's inputs, by the function in the op's graph.
 
     Symbols: `function_def_to_graph`, `ConcreteFunction.from_func_graph` and its
-    `_get_gradient_function`. TensorFlow attaches a gradient to the calls it traces; a call that was
-    imported has none that is still right.
+    `_get_gradient_function`. TensorFlow attaches gradients to calls that it traces; an imported
+    call lacks a valid one.
     """
     functions = _differentiable.setdefault(_outermost(op.graph), {})
     name = op.get_attr("f").name
@@ -449,8 +458,8 @@ def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
     return functions[name]._get_gradient_function()(op, *gradients)
 
 
-# For each imported graph its functions. TensorFlow names what it makes of a loop's body, to take
-# its gradient, after the body: of a function that is built twice there would be two of one name.
+# The functions of each imported graph. TensorFlow derives the names of gradient functions from loop
+# bodies: building a function twice would give two functions the same name.
 _differentiable: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -487,7 +496,7 @@ def _function_definition(graph: Any, name: str) -> Any:
 
 
 def function_options(function: Any) -> dict[str, Any]:
-    """Returns the arguments of `tf.function` that a function was made with.
+    """Returns the arguments of `tf.function` that a function was created with.
 
     Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
     `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
@@ -498,10 +507,10 @@ def function_options(function: Any) -> dict[str, Any]:
 
 
 def function_signature(function: Any) -> inspect.Signature:
-    """Returns the arguments a `tf.function` takes, with their defaults.
+    """Returns the signature of a `tf.function`, with defaults.
 
-    Symbol: the attribute `_default_values` of `tf.types.experimental.PolymorphicFunction`. Of one
-    restored from a SavedModel the Python function takes anything and knows no defaults.
+    Symbol: the attribute `_default_values` of `tf.types.experimental.PolymorphicFunction`. The
+    Python function of one restored from a SavedModel has a generic signature.
     """
     defaults = private_symbol(function, "_default_values")
     parameters = [
@@ -512,71 +521,33 @@ def function_signature(function: Any) -> inspect.Signature:
 
 
 class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:Function")):  # type: ignore[misc]
-    """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
+    """A `tf.function` that can be subclassed and is tracked and saved like any other.
 
-    Symbol: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`. What saves
-    a model asks of each attribute and signature whether it is one; no public base class will do.
+    Symbol: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`. Saving
+    requires attributes and signatures to be its instances; no public base class suffices.
     """
 
 
 # ---- For diagnostics -----------------------------------------------------------------------------
 
 
-def constants_noted(
-    note: Callable[[Any, Any], None],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that reports every constant that this thread adds to a graph.
-
-    A Python number becomes a constant of the dtype of what it is added to, and the graph has the
-    rounded value only. `note` gets the value as it was given and the constant's tensor.
-    """
-
-    def create(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = original(value, *args, **kwargs)
-        note(value, tensor)
-        return tensor
-
-    return patched_here(constant=create)
-
-
-def gradients_noted(
-    note: Callable[[Any, Any], None],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that reports every gradient this thread takes from a `tf.GradientTape`.
-
-    A graph does not say of which variable a tensor in it is the gradient. `note` gets the sources
-    and the gradients, in the same structure.
-    """
-
-    def gradient(
-        original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = original(tape, target, sources, *args, **kwargs)
-        note(sources, found)
-        return found
-
-    return patched_here(gradient=gradient)
-
-
 def set_attribute(operation: Any, name: str, value: Any) -> None:
-    """Gives an op one more attribute, a `TensorProto`. Symbol: `Operation._set_attr`."""
+    """Adds an attribute, a `TensorProto`, to an op. Symbol: `Operation._set_attr`."""
     attribute = tf.compat.v1.AttrValue(tensor=value)
     private_symbol(operation, "_set_attr")(name, attribute)
 
 
-def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that gives the ops added to the current graph one more attribute.
+def ops_marked(name: str, text: str) -> Any:
+    """Returns a context in which ops added to the current graph get an attribute.
 
-    Symbol: `Graph._attr_scope`. Name scopes would be public, but rules that go by names would then
-    see other names. The name begins with an underscore.
+    Symbol: `Graph._attr_scope`. Name scopes would be public, but change the names that rules match.
+    The attribute's name begins with an underscore.
     """
     attribute = tf.compat.v1.AttrValue(s=text.encode())
     scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
-    context: contextlib.AbstractContextManager[None] = scope({name: attribute})
-    return context
+    return scope({name: attribute})
 
 
 def as_written(method: _Method) -> _Method:
-    """Keeps AutoGraph, which rewrites all that a `tf.function` calls, from rewriting a method."""
-    kept: _Method = tf.autograph.experimental.do_not_convert(method)
-    return kept
+    """Excludes a method from AutoGraph, which converts all code that a `tf.function` calls."""
+    return tf.autograph.experimental.do_not_convert(method)

@@ -1,16 +1,15 @@
-"""BatchNormalization layers of mixed policies on TensorFlow's fused kernel, and that kernel.
+"""Runs BatchNormalization layers of mixed policies on TensorFlow's fused kernel.
 
-Such a layer is float32 as far as Keras is concerned: policy, variables and statistics. What differs
-is how it gets from its input to its output. A low input is not cast to float32 first, and the
-output is low as well, unless the layer makes an output of a model. Any other input is treated as
-Keras does.
+For Keras such a layer is float32: policy, variables and statistics. Only its call differs: a low
+input is not cast to float32 first, and the output is low too, unless the layer makes an output of a
+model. Other inputs are handled by Keras.
 
-The kernel reads its input once and writes its output once, in the low dtype, and computes in
-float32 in between. The same formula in separate ops casts to float32 first and passes over that
-tensor several times.
+The kernel reads its input and writes its output once, in the low dtype, and computes in float32 in
+between. The same formula in separate ops casts to float32 first and reads that tensor several
+times.
 
-The methods are wrapped on the one layer: a layer created under another policy, or read from a file,
-is Keras's own, and one created here keeps its kernel when the policy has changed since.
+The methods are wrapped on single layers: a layer created under another policy, or loaded from a
+file, is Keras's own, and a wrapped one keeps its kernel when the policy changes.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from tfamp.interop.patching import wrap_method
 from tfamp.layers.layer_dtypes import managed_layers
 
 _Method = Callable[..., Any]
-# A subclass that overrides anything else of Keras's may compute something else.
+# Methods that a subclass may override without changing the arithmetic.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
 _OPS = ("FusedBatchNormV3", "FusedBatchNormGradV3")
-# cuDNN refuses smaller ones in some of its versions; TensorFlow's public function raises them.
+# Some versions of cuDNN refuse smaller ones; TensorFlow's public function increases them.
 _LEAST_EPSILON_ON_GPUS = 1.001e-5
 
 
 def can_fuse(layer_class: type) -> bool:
-    """Whether Keras computes layers of a class as BatchNormalization, by TensorFlow."""
+    """Whether layers of a class compute the same as BatchNormalization, and on TensorFlow."""
     norm = keras.layers.BatchNormalization
     if not issubclass(layer_class, norm) or not runs_tensorflow():
         return False
     between = layer_class.__mro__[: layer_class.__mro__.index(norm)]
     added = {name for each in between for name in vars(each)} - _HARMLESS
-    # Python gives every class a few __names__ of its own.
+    # Every class has a few __names__ of its own.
     changed = {name for name in added if name == "__call__" or not name.startswith("__")}
     return not any(hasattr(norm, name) for name in changed)
 
 
 def fuse(layer: Any, low: str) -> None:
-    """Makes a managed layer that `can_fuse` use the kernel for inputs of a low dtype.
+    """Makes a managed layer of a class that `can_fuse` use the kernel for inputs of a low dtype.
 
-    Its constructor need not have ended yet.
+    The layer's constructor may still be running.
     """
     if layer.compute_dtype == "float32":
         # Keras would cast the input to float32 before the layer sees it.
         layer.autocast = False
 
     def output_dtype(inputs: Any) -> str:
-        """Dtype of the output, the same with every fallback: symbolic tensors state it."""
+        """Dtype of the output, also without the kernel: symbolic tensors have it."""
         record = managed_layers.get(layer)
         raised = record is not None and bool(record.raised)
         if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
@@ -82,9 +81,9 @@ def fuse(layer: Any, low: str) -> None:
 
 
 def fits(layer: Any, inputs: Any, dtype: str, training: Any) -> bool:
-    """Whether the kernel of a dtype computes what a layer that `can_fuse` is to on its input.
+    """Whether the kernel of a dtype can compute a layer of a class that `can_fuse`.
 
-    `training` says whether the batch's own statistics are used.
+    `training` is whether the batch's own statistics are used.
     """
     if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
         return False
@@ -101,13 +100,13 @@ def fits(layer: Any, inputs: Any, dtype: str, training: Any) -> bool:
 
 
 def has_fused_kernel(dtype: str, epsilon: float, *, frozen: bool = False) -> bool:
-    """Whether the kernel and its gradient run here in a dtype, for an addend to the variance.
+    """Whether the kernel and its gradient run in a dtype and with an epsilon on the current device.
 
-    That is where TensorFlow places what runs next; frozen is by statistics that are given.
+    That is where TensorFlow places the next op; `frozen` is with given statistics.
     """
     device = tf_private.device_kind_in_force() or tf_private.default_device_kind()
     if device == "gpu":
-        # On GPUs the gradient of the frozen one raises an error where results must be reproducible.
+        # On GPUs the gradient with given statistics raises an error under op determinism.
         not_there = frozen and tf_private.op_determinism_is_enabled()
         if not_there or epsilon < _LEAST_EPSILON_ON_GPUS:
             return False
@@ -115,9 +114,9 @@ def has_fused_kernel(dtype: str, epsilon: float, *, frozen: bool = False) -> boo
 
 
 def normalize(layer: Any, inputs: Any, training: Any) -> Any:
-    """Computes a layer by the kernel that `fits`, and updates its moving statistics as Keras does.
+    """Computes a layer by the kernel, and updates its moving statistics like Keras.
 
-    `training` says whether the batch's own statistics are used.
+    `training` is whether the batch's own statistics are used.
     """
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     gamma = _float32(layer.gamma) if layer.scale else None
@@ -134,10 +133,10 @@ def normalize(layer: Any, inputs: Any, training: Any) -> Any:
 def fused_norm(
     x: tf.Tensor, gamma: Any, beta: Any, epsilon: float, statistics: Any = ()
 ) -> tuple[Any, Any, Any]:
-    """Normalizes over all axes but the last, by the batch's own statistics or by those given.
+    """Normalizes over all axes but the last, by the batch's own or by given statistics.
 
-    Scale and offset are float32 of shape [channels], None for one and zero; statistics are a mean
-    and a variance, as inference uses them. Gradients flow through the outputs only.
+    Scale and offset are float32 of shape [channels], None for one and zero; `statistics` are a mean
+    and a variance, for inference. Gradients flow through the outputs only.
 
     Returns the outputs, of the input's shape and dtype, the mean, and the biased variance: the sum
     of squares over n.
@@ -153,8 +152,8 @@ def fused_norm(
     """
     mean, variance = statistics or [tf.zeros([0], tf.float32)] * 2
     channels = x.shape[-1]
-    # The kernel takes images. Statistics only ask what the channels are, so any others are one
-    # image of one row; of the shapes possible it is the one measured fastest on a CPU.
+    # The kernel takes images. Statistics depend on the channels only, so other inputs become one
+    # image of one row, the fastest of the possible shapes on a CPU.
     is_image = x.shape.rank == 4
     fused = tf.raw_ops.FusedBatchNormV3(
         x=x if is_image else tf.reshape(x, [1, 1, -1, channels]),
@@ -173,9 +172,9 @@ def fused_norm(
 
 
 def _biased(unbiased: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Turns the variance the kernel returns, the sum of squares over n - 1, into that over n."""
+    """Converts the kernel's variance, the sum of squares over n - 1, to the sum over n."""
     size = tf.cast(tf.size(x, out_type=tf.int64) // x.shape[-1], tf.float32)
-    # Of one value the kernel returns 0 or NaN (0 / 0), depending on the device.
+    # For one value the kernel returns 0 or NaN (0 / 0), depending on the device.
     return tf.where(tf.equal(size, 1.0), 0.0, unbiased * ((size - 1.0) / size))
 
 

@@ -1,23 +1,22 @@
-"""The dtypes of layers: what each computes in, which a policy decided, and outputs in float32.
+"""The compute dtypes of layers: setting them, which ones a policy manages, and float32 outputs.
 
-A layer's policy shows whether Keras has quantized its weights: `int8_from_mixed_bfloat16` is
-quantized to int8 and computes in bfloat16. A plain policy on such a layer would make numbers of its
-integers. So whoever wants another dtype names the float part alone, its *float policy*, and a
-quantized layer gets its *counterpart*: the same quantization from that float policy. This is the
-one place where layers get another dtype.
+This is the one place where layers get another dtype. The policy `int8_from_mixed_bfloat16` is of a
+layer that Keras quantized to int8 and that computes in bfloat16; a plain policy on such a layer
+would reinterpret its integers as numbers. Callers therefore give only the float part, the *float
+policy*, and a quantized layer gets the *counterpart*: the same quantization from that policy.
 
-A layer that a mixed policy gave its dtype to is *managed*. For every Functional (a Sequential has
-one inside) its layers have roles, and the rule is:
+A layer whose dtype came from a mixed policy is *managed*. The layers of a Functional (a Sequential
+has one inside) have roles:
 
-- Managed layers that make its outputs are *raised* to float32. Where one cannot be raised, a linear
+- Managed layers that make its outputs are *raised* to float32. If one cannot be raised, a linear
   Activation of dtype float32, the *cast*, is appended to the model instead.
 - A layer that becomes an interior layer of another model gets its mixed policy back, and a model
   that thereby lost its float32 output gets the cast.
-- A model that becomes a part of another one has no outputs of its own any more: its output layers
-  get their policy back, and its casts are taken away.
+- A model that becomes part of another one has no outputs any more: its output layers get their
+  policy back, and its casts are removed.
 
-Every layer ends with a plain Keras policy, so a saved model needs nothing of this. What happens
-while a model runs (subclassed models, models called by other layers) is in `model_calls`.
+Every layer ends up with a plain Keras policy, so saved models do not need tfamp. `model_calls` does
+the same while a model runs, for subclassed models and models called by other layers.
 """
 
 from __future__ import annotations
@@ -40,33 +39,50 @@ from tfamp.interop.keras_hooks import copy_annotations
 from tfamp.interop.patching import wrap_method
 from tfamp.policy import Policy
 
-# The attribute of a low tensor with the float32 tensor that it was made of.
+# Attribute of a low tensor: the float32 tensor that it was cast from.
 _EXACT = "_tfamp_float32"
+# The attribute of a layer, model or optimizer with all that tfamp stores about it.
+_RECORD = "_tfamp_record"
 _Value = TypeVar("_Value")
 _numbers = itertools.count()
 
 
 class WeakMap(Generic[_Value]):
-    """Values of objects, each kept on its object and so no longer than that.
+    """One field of the record that tfamp stores on an object, and so no longer than that lives.
 
-    Apart from what Keras tracks and saves, and by identity: users' layers may define `__eq__`.
+    Keras neither tracks nor saves the values. By identity, as users' layers may define `__eq__`.
     """
 
     def __init__(self) -> None:
-        self._name = f"_tfamp_{next(_numbers)}"
+        self._number = next(_numbers)
 
     def get(self, key: Any) -> _Value | None:
         """Returns the value of an object, None if it has none."""
-        value: _Value | None = getattr(key, "__dict__", {}).get(self._name)
+        value: _Value | None = _record_of(key).get(self._number)
         return value
 
     def set(self, key: Any, value: _Value | None) -> None:
-        """Gives an object a value, in place of the one it has; None takes it out."""
-        vars(key)[self._name] = value
+        """Gives an object a value, instead of the one it has; None removes it."""
+        restore(key, {**_record_of(key), self._number: value})
+
+
+def _record_of(key: Any) -> dict[int, Any]:
+    record: dict[int, Any] = getattr(key, "__dict__", {}).get(_RECORD, {})
+    return record
+
+
+def snapshot(key: Any) -> dict[int, Any]:
+    """Returns a copy of the record of an object, for `restore`."""
+    return {number: copied(value) for number, value in _record_of(key).items()}
+
+
+def restore(key: Any, record: dict[int, Any]) -> None:
+    """Gives an object a record, instead of the one it has."""
+    vars(key)[_RECORD] = record
 
 
 def copied(record: _Value) -> _Value:
-    """A copy of a record with containers of its own."""
+    """Copies a record and its containers, but not their elements."""
     result = copy.copy(record)
     for name, value in getattr(record, "__dict__", {}).items():
         if isinstance(value, list | set | weakref.WeakKeyDictionary):
@@ -74,21 +90,21 @@ def copied(record: _Value) -> _Value:
     return result
 
 
-# Models, in the order they came; they may end before the layers that they are noted on.
+# An ordered set of models; they may be deleted before the layers that it belongs to.
 Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
 
 
 @dataclass(eq=False)
 class ManagedLayer:
-    """A layer whose dtype came from a mixed policy, and what its roles make of it.
+    """A layer whose dtype came from a mixed policy, and its roles.
 
     Attributes:
         policy: The policy it was created under.
         output_of: Functionals it is an output layer of.
         interior_of: Functionals it is an interior layer of.
-        raised: The layer and those of its sublayers that had its policy, while they are raised.
-        follows_input: Whether its own policy is float32, and only its outputs are low: where its
-            input is, and while it is not raised.
+        raised: The layer and its sublayers with the same policy, while they are raised.
+        follows_input: Whether its own policy is float32, and its output is low if its input is low
+            and it is not raised.
     """
 
     policy: Policy
@@ -99,7 +115,7 @@ class ManagedLayer:
 
     @property
     def policy_name(self) -> str:
-        """Name of the Keras policy that the layer has while it is not raised."""
+        """Name of the layer's Keras policy while it is not raised."""
         return "float32" if self.follows_input else self.policy.name
 
 
@@ -112,31 +128,31 @@ def is_built_in(layer: Any) -> bool:
 
 
 def policy_of(layer: Any) -> Any:
-    """The policy a layer computes under: of a map of policies, its own entry.
+    """The policy a layer computes under; in a map of policies, its own entry.
 
-    That goes by its path, which it gets when it is built; until then it is the map itself.
+    Entries are by path, which a layer gets when it is built; until then it is the map itself.
     """
     policy = layer.dtype_policy
     if not _is_map(policy) or not layer.built:
         return policy
-    # Without a path: one that is never built, such as Dropout.
+    # Layers that are never built, such as Dropout, have no path.
     return policy[layer.path] if layer.path else policy.default_policy
 
 
 def quantization_of(layer: Any) -> str | None:
-    """How Keras has quantized a layer: "int8", "gptq" and so on; None where it is not."""
+    """How Keras has quantized a layer: "int8", "gptq" and so on; None if it is not quantized."""
     mode = policy_of(layer).quantization_mode
     return None if mode is None else str(mode)
 
 
 def is_plain(policy: Any) -> bool:
-    """Whether a Keras policy is one dtype, or a mixed one; no map of policies, not quantized."""
+    """Whether a Keras policy is one dtype, or mixed; neither a map of policies nor quantized."""
     plain = (keras.DTypePolicy, keras.FloatDTypePolicy)
     return type(policy) in plain and policy.compute_dtype in FLOAT_DTYPES
 
 
 def float_policy(layer: Any) -> str | None:
-    """The name of what a layer computes in; None where its policy is neither plain nor quantized.
+    """The name of a layer's float policy; None if its policy is neither plain nor quantized.
 
     Example:
         >>> float_policy(keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16"))
@@ -149,11 +165,11 @@ def float_policy(layer: Any) -> str | None:
 
 
 def policy_with(layer: Any, float_name: str) -> Any:
-    """A new policy for a layer that computes in another dtype; None where it cannot get one.
+    """Returns a policy for a layer to compute in another dtype; None if it cannot.
 
-    A quantized layer gets the counterpart that predicts the same but for rounding: in float32, and
-    in bfloat16 one of int8. Other low dtypes need not hold its scales, the numbers of its groups or
-    its sums of integers; float8 inputs that are rounded before may end a whole step away.
+    A quantized layer gets the counterpart that predicts the same up to rounding: in float32, and,
+    if quantized to int8, in bfloat16. Other low dtypes may not hold its scales, group indexes or
+    integer sums; rounding before float8 quantization may change a value by a whole float8 step.
 
     Example:
         >>> layer = keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16")
@@ -174,9 +190,9 @@ def policy_with(layer: Any, float_name: str) -> Any:
 
 
 def give_policy(layer: Any, policy: Any) -> None:
-    """Gives a layer a policy or the one of a name; where Keras has quantized it, the counterpart.
+    """Sets a layer's policy, given itself or by name; on a quantized layer its counterpart.
 
-    A quantized layer that has no such counterpart stays as it is.
+    A quantized layer without such a counterpart is not changed.
     """
     wanted = policy
     if policy_of(layer).quantization_mode is not None:
@@ -186,21 +202,21 @@ def give_policy(layer: Any, policy: Any) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """A tensor of a low dtype as float32, with its mask and logits; anything else as it is.
+    """Casts a low tensor to float32, with its mask and logits; returns anything else unchanged.
 
-    One that `in_low` made of a float32 tensor becomes that tensor.
+    For the result of `in_low` it returns the float32 tensor that was cast.
     """
     given = as_given(value)
     return _cast_annotated(given, "float32") if is_low(given) else given
 
 
 def as_given(value: Any) -> Any:
-    """The float32 tensor that `in_low` made a tensor of; anything else as it is."""
+    """Returns the float32 tensor that `in_low` cast; anything else unchanged."""
     return getattr(value, _EXACT, value)
 
 
 def in_low(value: Any, dtype: str) -> Any:
-    """A tensor, or symbolic one, in a low dtype; `in_float32` returns the given one for it."""
+    """Casts a tensor, also a symbolic one, to a low dtype, so that `in_float32` can undo it."""
     if isinstance(value, keras.KerasTensor):
         return keras.KerasTensor(value.shape, dtype=dtype, sparse=value.sparse)
     result = _cast_annotated(value, dtype)
@@ -209,7 +225,7 @@ def in_low(value: Any, dtype: str) -> Any:
 
 
 def lowered(values: Any, dtype: str) -> Any:
-    """Returns a structure with its float tensors, also symbolic ones, in a dtype, as `in_low`."""
+    """Casts the float tensors in a structure, also symbolic ones, to a dtype; see `in_low`."""
 
     def lower(x: Any) -> Any:
         is_tensor = keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)
@@ -239,7 +255,7 @@ def _is_map(policy: Any) -> bool:
 
 
 def _float_name(policy: Any) -> str:
-    # Not the policy's name: a map of policies takes the names of its entries away when it is saved.
+    # Not the policy's name: a map of policies removes the names of its entries when it is saved.
     compute = str(policy.compute_dtype)
     return compute if compute == policy.variable_dtype else f"mixed_{compute}"
 
@@ -256,11 +272,11 @@ class ModelGraph:
 
     Attributes:
         functional: The Functional.
-        owner: The Sequential it is the inside of, if any.
+        owner: The Sequential that it is inside of, if any.
         output_of: Functionals in which this model makes an output.
-        nested: Whether it is a part of another model, so that its outputs are low.
-        casts: Which of its outputs come from a cast that tfamp appended.
-        inner: `id`s of the layers and ops whose low outputs such a cast and others take.
+        nested: Whether it is part of another model, so that its outputs are low.
+        casts: Indexes of its outputs that an appended cast makes.
+        inner: `id`s of the layers and ops whose low outputs both such a cast and others consume.
     """
 
     functional: Any
@@ -272,20 +288,20 @@ class ModelGraph:
 
 
 graphs: WeakMap[ModelGraph] = WeakMap()
-# The Functional that a Sequential has built last.
+# The last Functional that a Sequential has built.
 _insides: WeakMap[weakref.ref[Any]] = WeakMap()
 
 
 def graph_of(layer: Any) -> ModelGraph | None:
-    """The record of a Functional, or of the one that a built Sequential runs."""
+    """The record of a Functional, or of the one inside a built Sequential."""
     is_sequential = isinstance(layer, keras.Sequential)
     return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
 
 
 def settle(functional: Any, owner: Any = None) -> bool:
-    """Gives every layer of a new Functional the dtype of its role; False if it manages none.
+    """Gives every layer of a new Functional the dtype of its role; returns whether it did.
 
-    Its owner is the Sequential it is the inside of, where that is known.
+    `owner` is the Sequential that it is inside of, if known.
     """
     layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
     with _lock:
@@ -314,7 +330,7 @@ def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
 
 
 def forget_dropped(sequential: Any) -> None:
-    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it.
+    """Ends the roles in a Sequential's last Functional, if it has been replaced.
 
     A layer that stops being an output layer gets its policy back.
     """
@@ -337,7 +353,7 @@ def forget_dropped(sequential: Any) -> None:
 
 
 def become_part(model: Any) -> None:
-    """Makes a Functional or Sequential a part of another model: its outputs are low from now on."""
+    """Makes a Functional or Sequential part of another model: its outputs become low."""
     with _lock:
         graph = graph_of(model)
         if graph is None or graph.nested:
@@ -349,14 +365,14 @@ def become_part(model: Any) -> None:
         graph.inner.clear()
         for layer in makers:
             _becomes_interior(layer, graph.functional)
-        _tell_outer(graph)
+        _update_outer(graph)
 
 
 def wants_float32(layer: Any) -> bool:
-    """Whether a layer's output is to be float32 where it is a model's output.
+    """Whether a layer's output should be float32 if it is a model's output.
 
-    True for managed layers, and for models any of whose outputs is made by one. False where the
-    user gave the dtype, also by setting `layer.dtype_policy` later.
+    True for managed layers, and for models with an output made by one. False if the user gave the
+    dtype, also by setting `layer.dtype_policy` later.
     """
     graph = graph_of(layer)
     if graph is not None:
@@ -368,9 +384,9 @@ def wants_float32(layer: Any) -> bool:
 
 
 def dissolve(functional: Any) -> None:
-    """Takes a Functional out of the registry for good, and the casts appended to it away.
+    """Removes a Functional from the registry, and the casts appended to it.
 
-    Its layers and their dtypes are left as they are.
+    Its layers keep their dtypes.
     """
     with _lock:
         graph = graphs.get(functional)
@@ -385,10 +401,9 @@ def _take_casts_away(graph: ModelGraph) -> None:
 
 
 def models_below_become_parts(layer: Any) -> None:
-    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
+    """Makes models inside a layer, like TimeDistributed(model), its parts before its first call.
 
-    A model's code may train the models that it holds, so these are not parts of it before it is
-    built from them.
+    A subclassed model may train the models that it holds, so they are not made its parts.
     """
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
@@ -398,13 +413,13 @@ def models_below_become_parts(layer: Any) -> None:
 
 
 def is_subclassed_model(layer: Any) -> bool:
-    """Whether a layer is a model whose own code calls what it holds."""
+    """Whether a layer is a model whose own code calls its layers."""
     graph = keras.Sequential | keras_hooks.functional_class()
     return isinstance(layer, keras.Model) and not isinstance(layer, graph)
 
 
 def float32_made_of_low(model: Any) -> list[bool]:
-    """Which outputs a Functional or Sequential returns in float32 because of its policy."""
+    """Returns for each output of a Functional or Sequential if its policy made it float32."""
     graph = graph_of(model)
     if graph is None or graph.nested:
         return []
@@ -434,15 +449,15 @@ def _becomes_output(layer: Any, functional: Any) -> None:
     if record is None or not wants_float32(layer):
         return
     record.output_of[functional] = None
-    # Raising an interior layer would slow the other model down: this one gets a cast.
+    # Raising an interior layer would slow down the other model: this one gets a cast.
     if not record.raised and not record.interior_of and can_be_raised(layer):
         _raise(layer, record)
 
 
 def can_be_raised(layer: Any) -> bool:
-    """Whether float32 for a layer and all its sublayers means its own arithmetic and no more.
+    """Whether float32 for a layer and its sublayers changes only its own arithmetic.
 
-    A layer of the user's own with sublayers may hold the whole network, as a model does.
+    A user's layer with sublayers may hold a whole network, like a model.
     """
     if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
         return False
@@ -458,19 +473,19 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
     try:
         _retype(layer)
     except (TypeError, ValueError, tf.errors.OpError):
-        # The user's code holds on to the low dtype.
+        # The user's code needs the low dtype.
         _restore_policies(record)
 
 
 def _unraise(layer: Any, record: ManagedLayer) -> None:
-    """Gives a raised layer its mixed policy back; models that it made float32 get a cast.
+    """Restores a raised layer's mixed policy; models whose outputs it makes get a cast.
 
-    One that was quantized to int8 since stays float32 where that policy is float16.
+    A layer quantized to int8 meanwhile stays float32 if that policy is float16.
     """
     if record.raised:
         _restore_policies(record)
         _retype(layer)
-        _cast_and_tell(record)
+        _cast_and_update(record)
 
 
 def _restore_policies(record: ManagedLayer) -> None:
@@ -480,7 +495,7 @@ def _restore_policies(record: ManagedLayer) -> None:
 
 
 def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
-    """The layer and those below it that have the policy; Keras's own layers hand theirs down."""
+    """Yields the layer and its sublayers that have the policy."""
     if float_policy(layer) == policy_name:
         yield layer
     for sub in keras_hooks.sublayers(layer):
@@ -488,9 +503,9 @@ def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
 
 
 def output_makers(tensors: list[Any]) -> list[Any]:
-    """The layers that make symbolic float tensors, looking through ops that are not layers.
+    """Returns the layers that make symbolic float tensors, looking through ops except Casts.
 
-    Not through a Cast: there the user chose a dtype.
+    The user chose the dtype of a Cast.
     """
     found: dict[int, Any] = {}
     pending, seen = list(tensors), set()
@@ -512,7 +527,7 @@ def _output_makers(graph: ModelGraph) -> list[Any]:
 
 
 def _uncast_outputs(graph: ModelGraph) -> list[Any]:
-    """A model's outputs as they were before casts were appended."""
+    """Returns a model's outputs without the appended casts."""
     outputs = keras_hooks.outputs_of(graph.functional)
     for i in graph.casts:
         outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
@@ -520,7 +535,7 @@ def _uncast_outputs(graph: ModelGraph) -> list[Any]:
 
 
 def _cast_low_outputs(graph: ModelGraph) -> None:
-    """Appends a cast to every low output of a model that is to be float32."""
+    """Appends a cast to every low output of a model that should be float32."""
     if graph.nested:
         return
     outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
@@ -533,11 +548,11 @@ def _cast_low_outputs(graph: ModelGraph) -> None:
     if casts:
         keras_hooks.set_outputs(graph.functional, outputs)
         graph.inner = _inner_operations(graph)
-        _tell_outer(graph)
+        _update_outer(graph)
 
 
 def _inner_operations(graph: ModelGraph) -> set[int]:
-    """The `id`s of what makes outputs that are cast and that other layers or ops take."""
+    """The `id`s of producers of outputs that are cast and that other layers or ops consume."""
     casts = set(map(id, appended_casts(graph.functional)))
     ops = [op for op in graph.functional.operations if id(op) not in casts]
     nodes = [node for op in ops for node in keras_hooks.inbound_nodes(op)]
@@ -548,29 +563,29 @@ def _inner_operations(graph: ModelGraph) -> set[int]:
 
 
 def _cast(tensor: Any) -> Any:
-    # Not keras.ops.cast: an op would drop the mask, and the loss would count padding. Not Identity:
-    # its spec has the input's dtype, not its own.
+    # Not keras.ops.cast: an op drops the mask, and the loss would include padding. Not Identity:
+    # its output spec has the input's dtype.
     layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
-    # Layer.__call__ would cast too, and drop the logits of a softmax, from which the loss is taken.
+    # Layer.__call__ would cast too, but drop a softmax's logits, which the loss is computed from.
     wrap_method(layer, "call", lambda original, x: original(in_float32(x)))
-    # Unique because Keras's own name is, and says in a summary what it belongs to.
+    # Unique, as Keras's own name is, and in a summary it shows what it belongs to.
     layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
     return layer(tensor)
 
 
 def _retype(layer: Any) -> None:
-    """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
+    """Corrects the dtypes of a layer's symbolic outputs, in every model it is part of."""
     nodes = keras_hooks.inbound_nodes(layer)
-    # All of them before any is changed: a user's code may fail in the new dtype.
+    # All specs before any change: a user's code may fail in the new dtype.
     for spec, node in [(_spec_now(node), node) for node in nodes]:
         _copy_dtypes(spec, node.outputs)
     retype_followers(layer)
 
 
 def retype_followers(operation: Any) -> None:
-    """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
+    """Corrects the symbolic outputs of the ops after a layer, up to the next layers.
 
-    Most layers cast what they get, so theirs stay as they are.
+    Most layers cast their inputs, so their outputs do not change.
     """
     pending = [operation]
     while pending:
@@ -583,40 +598,40 @@ def retype_followers(operation: Any) -> None:
             if respecify(node):
                 pending.append(follower)
                 if record is not None:
-                    _cast_and_tell(record)
+                    _cast_and_update(record)
 
 
-def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
-    """Appends casts to the models that a layer or model has made low outputs of."""
+def _cast_and_update(record: ManagedLayer | ModelGraph) -> None:
+    """Appends casts to the models whose outputs a layer or model has made low."""
     for graph in map(graphs.get, list(record.output_of)):
         if graph is not None:
             _cast_low_outputs(graph)
-            _tell_outer(graph)
+            _update_outer(graph)
 
 
-def _tell_outer(graph: ModelGraph) -> None:
-    """Carries changed output dtypes of a model to the models it is called in."""
+def _update_outer(graph: ModelGraph) -> None:
+    """Propagates changed output dtypes of a model to the models it is called in."""
     owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
     model = graph.functional if owner is None else owner
-    # A list, not any(...) of a generator: every call is to be corrected.
+    # A list, as any() of a generator would stop at the first: every call has to be corrected.
     changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
     if any(changed):
         retype_followers(model)
-        _cast_and_tell(graph)
+        _cast_and_update(graph)
 
 
 def appended_casts(model: Any) -> list[Any]:
-    """The layers appended to a Functional or Sequential as casts."""
+    """Returns the casts appended to a Functional or Sequential."""
     graph = graph_of(model)
     if graph is None:
         return []
     outputs = keras_hooks.outputs_of(graph.functional)
-    # One cast may make several outputs.
+    # A cast may make several outputs.
     return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
 
 
 def _spec_now(node: Any) -> list[Any]:
-    """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
+    """Returns the output specs of a call as they would be now, with its inputs cast."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
     operation, reads = node.operation, None
     if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
@@ -636,7 +651,7 @@ def _as_called(layer: Any, value: Any) -> Any:
 
 
 def respecify(node: Any) -> bool:
-    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
+    """Corrects the output dtypes of one symbolic call; returns whether any changed."""
     return _copy_dtypes(_spec_now(node), node.outputs)
 
 

@@ -1,11 +1,10 @@
-"""What tfamp does while models are built and called, one wrapped method per model at a time.
+"""Dtypes that depend on how models are built and called, set by wrapped methods of each model.
 
-Five things can only be known then: that a subclassed model is the outermost one called, and so
-returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
-part of it, or by a subclassed model, which gets its outputs in a low dtype; that a Sequential has
-built a new Functional; that a layer holds one that needs exact inputs; which losses a layer adds.
-The methods are wrapped on the one object, not on its class: they go on working after the policy has
-changed, and touch no other model.
+Five facts are known only then: a subclassed model is the outermost one called, and so returns
+float32; a Functional or Sequential is called by a user's own layer, and so is a part of it, or by a
+subclassed model, which gets its outputs in a low dtype; a Sequential has built a new Functional; a
+layer holds one that needs exact inputs; a layer adds losses. Methods are wrapped on single objects,
+not on classes: they keep working after the policy has changed and affect no other model.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from tfamp.layers import fused_norms, layer_dtypes
 from tfamp.layers.layer_dtypes import ManagedLayer, WeakMap, graph_of, is_built_in, managed_layers
 from tfamp.policy import Policy, prepares_data
 
-# Layers whose `autocast` was switched off: they, or those inside, need their inputs' exact values.
+# Layers with `autocast` switched off, as they or layers inside need the exact inputs.
 uncast_inputs: WeakMap[bool] = WeakMap()
-# Keras's layers whose low result is off, or has no gradient, unless float32 is in between.
+# Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
     keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
     keras.layers.Masking: lambda *_: True,  # compares with a value
     keras.layers.SpectralNormalization: lambda *_: True,  # assigns the weights it computes
     keras.layers.UnitNormalization: lambda *_: True,  # squares
-    # The gradient of low bicubic images is None, and XLA was seen to refuse that of bilinear ones.
+    # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
     keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
 }
 _EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
@@ -45,7 +44,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         # Models that are being called with symbolic tensors in this thread.
         self.symbolic: list[Any] = []
-        # Models whose output spec is being computed; Keras keeps no account of these.
+        # Models whose output spec is being computed; Keras does not record these.
         self.specs: list[Any] = []
         # Layers that a policy keeps in float32, being called or built.
         self.float32: list[Any] = []
@@ -56,7 +55,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def _noted(running: list[Any], layer: Any) -> Iterator[None]:
-    """A context in which a layer is the last of those that run."""
+    """A context in which a layer is the innermost one that runs."""
     running.append(layer)
     try:
         yield
@@ -65,9 +64,9 @@ def _noted(running: list[Any], layer: Any) -> Iterator[None]:
 
 
 def protect_values(layer: Any) -> None:
-    """Keeps from low dtypes what they cannot hold: losses, and features that are to be prepared.
+    """Keeps losses and raw features in float32, as low dtypes cannot hold them.
 
-    The layer may have any dtype, and its constructor need not have ended yet.
+    The layer may have any dtype, and its constructor may still be running.
     """
     add_losses_in_float32(layer)
     if isinstance(layer, keras.layers.Embedding):
@@ -77,7 +76,7 @@ def protect_values(layer: Any) -> None:
     if isinstance(layer, keras_hooks.functional_class()):
         return  # casts no inputs
     if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
-        return  # gets no layers of a user's
+        return  # holds no layers of a user
 
     def begin(original: Callable[[], None]) -> None:
         if not layer.built:
@@ -87,7 +86,7 @@ def protect_values(layer: Any) -> None:
     _take_inputs_as_they_are(layer)
     name = keras_hooks.first_method_of_call(layer)
     if name not in wrapped_methods(layer):
-        # A layer gets those inside after its own constructor, so it is known in the first call.
+        # A layer gets its sublayers after its base constructor: they are known at the first call.
         wrap_method(layer, name, begin)
         if isinstance(layer, keras.Sequential):
             wrap_method(layer, "build", functools.partial(_build_sequential, layer))
@@ -100,7 +99,7 @@ def _look_up_exactly(original: Callable[..., Any], ids: Any, *args: Any, **kwarg
 
 
 def _compute_in_float32(layer: Any) -> None:
-    """Makes a layer compute in float32 between low inputs and outputs, where its table says so."""
+    """Makes a layer of `_FLOAT32_INSIDE` compute in float32 between low inputs and outputs."""
     applies = _FLOAT32_INSIDE[type(layer)]
     if isinstance(layer, _EXACT_INPUTS):
         _uncast(layer)
@@ -117,17 +116,16 @@ def _compute_in_float32(layer: Any) -> None:
 
 
 def add_losses_in_float32(layer: Any) -> None:
-    """Makes what a layer adds to the losses float32, and computes its activity regularizer so.
+    """Casts losses that a layer adds to float32, and computes its activity regularizer in float32.
 
-    Keras adds them up with the float32 loss of the model, which it cannot do for tensors of two
-    dtypes; and a sum of the squares of many activations is beyond float16's range. It computes the
-    regularizer of each output, in the output's dtype, once `call` has returned, and hands the
-    result to `add_loss`, where the float32 one takes its place.
+    Keras adds these to the model's float32 loss and cannot mix dtypes, and a sum of many squared
+    activations exceeds float16's range. After `call` Keras computes the regularizer of each output
+    in the output's dtype and passes the result to `add_loss`, which replaces it.
     """
     regularizer = layer.activity_regularizer
     if "add_loss" in wrapped_methods(layer) or (is_built_in(layer) and regularizer is None):
         return
-    thread = threading.local()  # replicas trace in threads of their own
+    thread = threading.local()  # each replica traces in its own thread
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread.outputs = []
@@ -156,7 +154,7 @@ def add_losses_in_float32(layer: Any) -> None:
 
 
 def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
+    """Returns Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
     loss = regularizer(layer_dtypes.in_float32(output))
     if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss
@@ -165,9 +163,9 @@ def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
 
 
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
+    """Builds a Sequential; an InputLayer that Keras makes for it takes float32 features.
 
-    Keras gives it the dtype in which the first layer computes; one given by the user has float32.
+    Keras gives it the compute dtype of the first layer; one given by the user has float32.
     """
     before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
@@ -193,7 +191,7 @@ def _uncast(layer: Any) -> None:
 
 
 def _cast_and_remember(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a user's code as Keras does, with low inputs that `as_given` turns back."""
+    """Calls user code as Keras does, with low inputs; `as_given` returns the float32 ones."""
     dtype = layer.compute_dtype
     args, kwargs = layer_dtypes.lowered((args, kwargs), dtype)
     with keras_hooks.reading_variables_in(dtype):
@@ -201,7 +199,7 @@ def _cast_and_remember(layer: Any, original: Callable[..., Any], *args: Any, **k
 
 
 def casts_unprepared(layer: Any) -> bool:
-    """Whether a layer casts its inputs to a low dtype before one inside it prepares them."""
+    """Whether a layer casts its inputs to a low dtype before a preprocessing layer inside it."""
     return _casts_low(layer) and _holds(layer, _prepares)
 
 
@@ -220,13 +218,13 @@ def _holds(layer: Any, applies: Callable[[Any], bool]) -> bool:
 
 
 def manage(layer: Any, policy: Policy) -> None:
-    """Takes a layer into management whose dtype a mixed policy decided.
+    """Starts managing a layer whose dtype a mixed policy decided.
 
-    It is new, or has the policy's dtype already, float32 where the policy keeps it. A model's own
-    policy stays the mixed one: `compile` scales the loss of models that have it.
+    The layer is new or already has the dtype that the policy gives it. A model itself keeps the
+    mixed policy: `compile` scales the loss of models that have it.
     """
     if isinstance(layer, keras.layers.InputLayer):
-        return  # its dtype says what is fed
+        return  # its dtype is the dtype of the fed data
     if fused_norms.can_fuse(type(layer)):
         follows_input = policy.keeps_float32(type(layer))
         managed_layers.set(layer, ManagedLayer(policy, follows_input=follows_input))
@@ -243,14 +241,14 @@ def manage(layer: Any, policy: Policy) -> None:
 
 
 def computing_specs_of(model: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which the specs of a model's parts are computed, of which none is outermost."""
+    """A context to compute the specs of a model's parts in: none of them is outermost."""
     return _noted(_running.specs, model)
 
 
 def manage_functional(functional: Any, owner: Any = None) -> None:
-    """Gives the layers of a Functional the dtypes of their roles, and watches who calls it.
+    """Gives the layers of a Functional the dtypes of their roles, and wraps its calls.
 
-    Its owner is the Sequential it is the inside of, where that is known.
+    The owner is the Sequential that runs it, if known.
     """
     if layer_dtypes.settle(functional, owner):
         _watch_functional(functional)
@@ -260,7 +258,7 @@ def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         graph = graph_of(functional)
         args, kwargs = keras.tree.map_structure(layer_dtypes.as_given, (args, kwargs))
-        # A Sequential calls its Functional's call(); who called the Sequential is its business.
+        # A Sequential, which calls its Functional's call(), handles its own callers.
         if graph is not None and graph.owner() is None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
@@ -277,9 +275,10 @@ def _watch_functional(functional: Any) -> None:
 
 
 def _through_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer whose low output a Functional returns too: cast to float32 and back.
+    """Casts the low output of a layer, which a Functional returns too, to float32 and back.
 
-    The appended cast returns the float32 tensor, by which other outputs then have gradients.
+    The appended cast returns the float32 tensor, so other outputs have gradients with respect to
+    it.
     """
 
     def cast(x: Any) -> Any:
@@ -296,9 +295,9 @@ def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _caller_of(model: Any) -> Any:
-    """Returns the layer or model, the innermost, that a model runs as a part of; or None."""
+    """Returns the innermost layer or model that calls a model; None if it is called alone."""
     for layer in reversed((*_running.specs, *keras_hooks.calling_layers())):
-        # A Sequential runs the Functional that it is the outside of.
+        # A Sequential is not a caller of the Functional inside it.
         outside = isinstance(layer, keras.Sequential) and keras_hooks.functional_of(layer) is model
         if layer is not model and not outside:
             return layer
@@ -308,7 +307,7 @@ def _caller_of(model: Any) -> Any:
 def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
     caller, graph = _caller_of(model), graph_of(model)
-    # As the last step of a Functional it makes that one's outputs, and stays float32.
+    # A model that makes outputs of a Functional stays float32.
     ends = graph is not None and bool(graph.output_of)
     if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
         layer_dtypes.become_part(model)
@@ -316,10 +315,10 @@ def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
-    """Casts the outputs of a Functional or Sequential to the dtype of a subclassed model's call.
+    """Casts the outputs of a Functional or Sequential to the compute dtype of a subclassed caller.
 
-    The code of that call may add them to other low tensors. What it returns as its own output is
-    the float32 tensor again.
+    The caller's code may add them to other low tensors. If it returns one of them as its own
+    output, that is the float32 tensor again.
     """
     if not layer_dtypes.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
         return outputs
@@ -333,9 +332,9 @@ def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
 
 
 def _watch_sequential(model: Any) -> None:
-    """Follows the Functionals that a Sequential builds and drops.
+    """Tracks the Functionals that a Sequential builds and drops.
 
-    It builds a new one whenever a layer is added or taken off, and the former may live on for a
+    It builds a new one whenever a layer is added or removed, and the former may live on for a
     while.
     """
 
@@ -345,7 +344,7 @@ def _watch_sequential(model: Any) -> None:
         layer_dtypes.forget_dropped(model)
         functional = keras_hooks.functional_of(model)
         if functional is not None:
-            # It has no roles yet where the policy has changed since: no constructor was wrapped.
+            # Without roles if the policy has changed since: its constructor was not wrapped.
             layer_dtypes.settle(functional, model)
         return result
 
@@ -355,14 +354,14 @@ def _watch_sequential(model: Any) -> None:
         return layer
 
     def get_config(original: Callable[[], Any]) -> Any:
-        # The appended layers are in the Functional only, and this lists the Sequential's own.
+        # Keras lists the Sequential's own layers; appended casts are in the Functional only.
         config = original()
         appended = layer_dtypes.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
     def returns_low() -> bool:
-        """Whether nothing else raises the output: no Functional, as for nested inputs."""
+        """Whether the output is low: nested inputs, for one, build no Functional with a cast."""
         built = keras_hooks.functional_of(model) is not None
         return not built and any(map(layer_dtypes.wants_float32, model.layers[-1:]))
 
@@ -373,11 +372,10 @@ def _watch_sequential(model: Any) -> None:
 
 
 def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> None:
-    """Makes the outermost call of a model return float32, and its spec and its export say so.
+    """Makes the outermost call of a model return float32, in its spec and its export too.
 
-    Called inside another layer's call, it returns its low dtype: that is what the next layer wants.
-    So it does when called with symbolic tensors: what becomes of those is not known yet, and the
-    Functional made of them casts where needed.
+    Inside another layer's call it returns its low dtype, which the next layer takes. So it does for
+    symbolic tensors: the Functional made of them casts its outputs where needed.
     """
     cast = functools.partial(_as_float32, model)
 
@@ -391,7 +389,7 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
-        # Only now: a Sequential may have been built by the call.
+        # After the call, which may build a Sequential.
         return keras.tree.map_structure(cast, outputs) if outermost() else outputs
 
     def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -404,7 +402,7 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
 
 
 def _export(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Exports a model with inputs of float32, which Keras gives its compute dtype."""
+    """Exports a model with float32 inputs; Keras would give them the compute dtype."""
     given = inspect.signature(original).bind(*args, **kwargs)
     if model.built and given.arguments.get("input_signature") is None:
         specs = keras.tree.map_structure(
@@ -415,7 +413,7 @@ def _export(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _as_float32(model: Any, value: Any) -> Any:
-    """A tensor, symbolic one or spec as float32 if it has the low dtype of a model."""
+    """Returns a tensor, symbolic tensor or spec in float32 if it has a model's low dtype."""
     is_symbolic = isinstance(value, keras.KerasTensor)
     is_spec = isinstance(value, keras.InputSpec)
     if not (is_symbolic or is_spec or keras.ops.is_tensor(value)):
@@ -431,9 +429,9 @@ def _as_float32(model: Any, value: Any) -> Any:
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
-    """Makes a layer that stays float32 keep its sublayers so, before it is built or called.
+    """Keeps the sublayers of a float32 layer in float32, before it is built or called.
 
-    It gets them after its own constructor has run, and Keras's wrappers get theirs from outside.
+    It gets them after its base constructor has run, and Keras's wrappers get theirs as arguments.
     """
 
     def settle(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -452,7 +450,7 @@ def runs_float32_layer() -> bool:
 
 def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -> None:
     for layer in layers:
-        # Keras's own layers give theirs a dtype explicitly; a user's explicit one wins.
+        # Keras's own layers set it on theirs explicitly; a dtype given by the user wins.
         ours = managed_layers.get(layer) is not None or handed_down
         if ours and layer_dtypes.float_policy(layer) == policy_name:
             layer_dtypes.give_policy(layer, "float32")

@@ -1,8 +1,9 @@
-"""Which policy is in force, for the whole process and per thread, and Keras's agreement with it.
+"""The policy in force, per process and per thread; Keras's own policy follows it.
 
-Two levels. `set_global_policy` sets one policy for the process: it reaches every thread, running
-ones too. `policy_scope` sets one for a block of code in one thread and hides the process's there.
-Keras's own setter counts on the level it is called at, in its thread, until tfamp's next one.
+There are two levels. `set_global_policy` sets the policy of the process, in every thread, running
+ones included. `policy_scope` sets one for a block of code in one thread and hides the process's
+there. Keras's own setter overrides the level it is called at, in its thread, until tfamp's next
+call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import keras
 
+from tfamp.core.options import warn_of_unknown_variables
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import Patch
@@ -27,7 +29,7 @@ _KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 @dataclass(eq=False)
 class _Level:
-    """A policy in force: the process's, or one scope's with Keras's own from before it."""
+    """A policy in force: the process's, or a scope's with the Keras policy to restore."""
 
     policy: Policy
     keras_before: Any = None
@@ -37,7 +39,7 @@ class _Level:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.scopes: list[_Level] = []
-        # The level over which this thread called Keras's own setter last.
+        # The level at which this thread called Keras's own setter last.
         self.keras_set_over: _Level | None = None
 
 
@@ -49,19 +51,18 @@ _open_scopes: weakref.WeakSet[_Level] = weakref.WeakSet()
 
 
 def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
-    """Puts a policy in force in every thread of the process.
+    """Sets the policy of every thread of the process.
 
-    Inside a `policy_scope` it changes the policy of that scope only, and ends with it. Layers that
-    exist already keep theirs. `keras.config.dtype_policy()` agrees afterwards, in every thread.
+    Inside a `policy_scope` it sets the policy of that scope only, until the scope ends. Existing
+    layers keep their dtypes. `keras.config.dtype_policy()` agrees afterwards, in every thread.
 
     Args:
-        policy: A `Policy` or the name of one; or a `keras.DTypePolicy`, which means the `Policy` of
-            its name.
+        policy: A `Policy`, its name, or a `keras.DTypePolicy` of the same name.
 
     Raises:
-        TypeError: `policy` is none of these.
-        ValueError: There is no policy of that name; or it is a Keras policy that a `Policy` cannot
-            express: quantized, or with others for single paths. Nothing has changed then.
+        TypeError: `policy` has another type.
+        ValueError: No policy has that name, or a `Policy` cannot express the Keras policy: a
+            quantized one, or a map of policies. Nothing has changed.
 
     Example:
         >>> set_global_policy("mixed_bfloat16")
@@ -70,6 +71,7 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
         >>> set_global_policy("float32")
     """
     global _process
+    warn_of_unknown_variables()
     level = _Level(_as_policy(policy))
     with _lock:
         if _thread.scopes:
@@ -83,15 +85,14 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
 def global_policy() -> Policy:
     """Returns the policy in force here: the innermost scope's, else the process's.
 
-    If Keras's own setter was called in this thread after that, the policy says what Keras then
-    does: no float32 layers, no float32 outputs.
+    After a later call of Keras's own setter in this thread, the policy describes what Keras does:
+    no float32 layers, no float32 outputs.
 
     Returns:
         The policy; `Policy("float32")` where nothing was set.
 
     Raises:
-        ValueError: Keras's own policy is one that a `Policy` cannot express, a quantized one for
-            example.
+        ValueError: A `Policy` cannot express Keras's own policy, for example a quantized one.
 
     Example:
         >>> with policy_scope("mixed_float16"):
@@ -108,12 +109,12 @@ def global_policy() -> Policy:
 
 
 class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a function
-    """Puts a policy in force in this thread for a block of code.
+    """Sets the policy of this thread for a block of code.
 
-    Restores what was in force before, exceptions included, Keras's own policy too. Scopes nest; one
-    object can be entered again inside itself, and by several threads. Other threads do not see it;
-    other coroutines of this thread do, as they do Keras's own policy, so do not await inside.
-    Build a model inside the scope that creates its layers. It can be called outside.
+    Restores the former policy, and Keras's own, on exit, also after an exception. Scopes nest; one
+    object can be entered again inside itself, and by several threads. Other threads keep their
+    policy; other coroutines of this thread do not, as with Keras's own policy, so do not await
+    inside. Build a model inside the scope that creates its layers; it can be called outside.
 
     Args:
         policy: As for `set_global_policy`.
@@ -161,7 +162,7 @@ def _as_policy(policy: object) -> Policy:
 
 
 def _from_keras(policy: Any) -> Policy:
-    """The policy of the same dtypes as one of Keras's."""
+    """Returns the policy with the dtypes of one of Keras's."""
     if type(policy) in _KERAS_OWN and policy.name in POLICY_NAMES:
         return Policy(policy.name)
     raise ValueError(
@@ -178,10 +179,10 @@ def _plain(name: str) -> Any:
 
 
 def _level_in_force() -> _Level | None:
-    """The level whose policy holds in this thread, None where Keras's own does."""
+    """Returns the level whose policy holds in this thread; None where Keras's own holds."""
     level = _thread.scopes[-1] if _thread.scopes else _process
     if level is not None and _thread.keras_set_over is level:
-        # clear_session() drops Keras's own policy: then there is none to give way to.
+        # clear_session() drops Keras's own policy, and the level holds again.
         return None if keras_hooks.thread_policy() is not None else level
     return level
 
@@ -196,7 +197,7 @@ def _keras_was_set() -> None:
 
 
 def _follow() -> None:
-    """Makes Keras follow: it is patched exactly while that is needed."""
+    """Patches Keras exactly while a level needs it."""
     levels = list(_open_scopes)
     if _process is not None:
         levels.append(_process)
@@ -205,7 +206,7 @@ def _follow() -> None:
 
 
 def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Constructs a layer with the dtype that its policy gives it; one given by the user wins."""
+    """Constructs a layer with the dtype of its policy; a dtype given by the user wins."""
     given, level = kwargs.get("dtype"), _level_in_force()
     policy = None if level is None else level.policy
     if given is None and model_calls.runs_float32_layer():

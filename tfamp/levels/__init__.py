@@ -1,1 +1,1 @@
-"""`prepare` and what it is made of: what a level means, and how a model that exists gets it."""
+"""`prepare`: what a level of mixed precision means, and how it is applied to an existing model."""

@@ -38,9 +38,9 @@ class LayerSettings:
         kind: Name of its class.
         compute_dtype: The dtype it computes in; at level O1 the op lists decide.
         variable_dtype: The dtype its variables have, or would have.
-        why: What decided, in a few words.
-        quantization: How Keras has quantized it, "int8" for example; None where it is not. The
-            dtypes are then those it computes in and stores its floats in.
+        why: The reason for the dtype, in a few words.
+        quantization: How Keras has quantized it, for example "int8"; None if it is not. Its dtypes
+            are then the ones it computes in and stores floats in.
     """
 
     path: str
@@ -56,19 +56,19 @@ class PrecisionSettings:
     """The settings in force for a model; `str()` is a table of them, and a notebook shows one.
 
     Attributes:
-        level: "O0", "O1", "O2" or "O3", never "auto"; None for a model that `prepare` did not make.
+        level: "O0", "O1", "O2" or "O3", never "auto"; None for a model not made by `prepare`.
         dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most layers
             compute in, "float32" where none does.
         loss_scale: The rule of the loss scale, None for none. Without a level, the rule of the
             model's optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        weight_rounding: How their updates are rounded where they have none, None for to nearest.
-        slots: With that, the dtype of what the optimizer keeps of them; None without an optimizer.
+        weight_rounding: How updates of low weights without copies are rounded; None for to nearest.
+        slots: With `weight_rounding`, the dtype of the optimizer's slots; None without one.
         keep_float32: Paths of the layers that the user keeps in float32.
-        reasons: A sentence for every choice that was left open.
+        reasons: A sentence for each automatic choice.
         layers: The layers that compute something, in the model's order.
-        graph_rewrite: What rewrites the model's steps at level O1, else None.
+        graph_rewrite: The function that rewrites the model's steps at level O1, else None.
 
     Example:
         >>> import keras, tfamp
@@ -94,11 +94,11 @@ class PrecisionSettings:
     slots: str | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
-        """Makes a step of a custom loop run as `fit` runs the model's own.
+        """Compiles a step of a custom loop as `fit` compiles the model's own.
 
-        At level O1 its graph is rewritten, layers of `keep_float32` left out; see `tfamp.rewrite`.
-        At the other levels the layers have their dtypes already, and it becomes a `tf.function`.
-        So one loop serves all levels.
+        At level O1 its graph is rewritten, except for layers of `keep_float32`; see
+        `tfamp.rewrite`. At the other levels the layers have their dtypes already, and it becomes a
+        `tf.function`. So one loop serves all levels.
 
         Args:
             function: A Python function or a `tf.function`; on several replicas the one that calls
@@ -174,9 +174,9 @@ def settings_of(
     kept: tuple[Any, ...] = (),
     rewrite: Callable[..., Any] | None = None,
 ) -> PrecisionSettings:
-    """Returns the settings of a model at a level, or by its layers' own policies where it has none.
+    """Returns the settings of a model at a level, or by its layers' own policies without one.
 
-    Layers that the user keeps in float32, and what rewrites the model's steps, are given.
+    `kept` are the layers that the user keeps in float32, and `rewrite` rewrites the model's steps.
     """
     optimizer = model.optimizer if model.compiled else None
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]

@@ -1,7 +1,7 @@
-"""The layers of a model that exists, and how they get other dtypes: all of them, or single ones.
+"""Changes the dtypes of an existing model's layers: all by a policy, or single layers by hand.
 
-Variables stay what they are. A level is put on a model in two steps: everything that tfamp did to
-it is taken off, and then the policy put on, so that levels can follow each other in any order.
+Variables keep their dtypes. A level is applied in two steps: all changes of tfamp's are removed,
+and then the policy is applied, so that levels can follow each other in any order.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tfamp.policy import Policy, prepares_data
 # ---- The structure of a model --------------------------------------------------------------------
 
 
-# Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
-# as many passes; more than this is a layer that changes its mind.
+# Symbolic dtypes are corrected in passes until a fixed point. A layer called several times may need
+# as many passes; more than this means that it never settles.
 _MOST_PASSES = 20
 
 
 def computing_layers_of(*roots: Any) -> list[Any]:
-    """The same without the layers that only take the inputs."""
+    """Returns the layers of models and layers, without input layers."""
     return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
 
 
 def functionals_of(model: Any) -> list[tuple[Any, Any]]:
-    """The Functionals in a model, the innermost first, each with the Sequential that runs it.
+    """Returns the Functionals in a model, innermost first, each with the Sequential that runs it.
 
-    That is None for a standalone Functional.
+    The Sequential is None for a standalone Functional.
     """
     found: dict[int, tuple[Any, Any]] = {}
     for layer in reversed(layers_of(model)):
@@ -66,22 +66,22 @@ def is_graph(layer: Any) -> bool:
 
 
 def models_held_by_models(model: Any) -> list[Any]:
-    """The Functional and Sequential models that a model, or a model in it, holds if subclassed."""
+    """Returns the Functional and Sequential models held by a model, or one in it, if subclassed."""
     holders = filter(layer_dtypes.is_subclassed_model, layers_of(model))
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
 def correct_symbolic_dtypes(model: Any) -> None:
-    """Makes the symbolic tensors of a model and those inside it say what its layers return now.
+    """Gives the symbolic tensors of a model, nested ones included, the dtypes its layers return.
 
-    A ValueError names the layer that fails.
+    A ValueError names a layer that fails.
     """
     for functional, _ in functionals_of(model):
         correct_symbolic_dtypes_of(functional)
 
 
 def correct_symbolic_dtypes_of(functional: Any) -> None:
-    """Does the same for one Functional."""
+    """Gives the symbolic tensors of one Functional the dtypes its layers return."""
     nodes = [
         node
         for operation in functional.operations
@@ -91,7 +91,7 @@ def correct_symbolic_dtypes_of(functional: Any) -> None:
     ]
     with computing_specs_of(functional):
         for _ in range(_MOST_PASSES):
-            # A list, not any(...) of a generator: every node is to be corrected.
+            # A list: any() of a generator would stop at the first change.
             changed = [_corrected(node) for node in nodes]
             if not any(changed):
                 return
@@ -110,7 +110,7 @@ def _corrected(node: Any) -> bool:
 
 
 def drop_traced_functions(model: Any) -> None:
-    """Makes a model, and those inside it, trace their steps again, in the dtypes they have now."""
+    """Drops the traced steps of a model and of models inside it: the next call traces again."""
     for layer in layers_of(model):
         if isinstance(layer, keras.Model):
             for name in ("train_function", "test_function", "predict_function"):
@@ -118,21 +118,21 @@ def drop_traced_functions(model: Any) -> None:
 
 
 def path_of(layer: Any) -> str:
-    """The path of a layer in its model; its name before it is built."""
+    """Returns the path of a layer in its model, or its name before it is built."""
     return str(getattr(layer, "path", None) or layer.name)
 
 
 def quantized_names(layers: Iterable[Any]) -> str:
-    """The paths of layers that Keras has quantized, each with how; "" where there are none."""
+    """Returns the paths of quantized layers, each with its mode, as text; "" for none."""
     modes = [(layer, layer_dtypes.quantization_of(layer)) for layer in layers]
     return ", ".join(f"{path_of(layer)} ({mode})" for layer, mode in modes if mode is not None)
 
 
 def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
-    """Returns the layers that a user means, in their order, without those below them.
+    """Returns the layers that a user selects, in their order, without their sublayers.
 
-    Wanted are names or paths of layers; regular expressions, searched for in the paths where no
-    layer has that very name; layer classes; layers. An error names the argument.
+    `wanted` holds names or paths; regular expressions, searched for in the paths where no name
+    matches exactly; layer classes; layers. An error names the argument.
     """
     chosen: set[int] = set()
     for each in wanted:
@@ -175,7 +175,7 @@ def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A layer's own policy and `autocast` before a policy was put on it, and that one's name."""
+    """A layer's policy and `autocast` before a level, and the name of the level's policy."""
 
     policy: Any
     autocast: bool
@@ -189,20 +189,14 @@ set_by_hand: layer_dtypes.WeakMap[bool] = layer_dtypes.WeakMap()
 def note_state(root: Any) -> Callable[[], None]:
     """Returns a function that restores the dtypes, replaced methods and appended casts of a model.
 
-    With it a failure leaves no trace of what `prepare` changes about a model.
+    With it a failed `prepare` leaves the model as it was.
     """
-    registries: tuple[layer_dtypes.WeakMap[Any], ...] = (
-        layer_dtypes.managed_layers,
-        layers_before,
-        set_by_hand,
-    )
     layers, functionals = layers_of(root), [found for found, _ in functionals_of(root)]
     noted = [(x, wrapped_methods(x), layer_dtypes.policy_of(x), x.autocast) for x in layers]
-    keys = [(registry, x) for x in layers for registry in registries]
-    keys += [(layer_dtypes.graphs, x) for x in functionals]
-    records = [(registry, x, layer_dtypes.copied(registry.get(x))) for registry, x in keys]
+    # A Sequential is a layer, and the Functional that it runs is not.
+    records = [(x, layer_dtypes.snapshot(x)) for x in (*layers, *functionals)]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
-    # Outputs of the ops that follow a layer too, such as a sum of two outputs.
+    # Outputs of the ops behind a layer too, such as a sum of two outputs.
     symbolic = [
         (tensor, tensor.dtype)
         for layer in layers
@@ -219,8 +213,8 @@ def note_state(root: Any) -> Callable[[], None]:
             now = keras_hooks.outputs_of(functional)
             if any(x is not y for x, y in zip(before, now, strict=True)):
                 keras_hooks.set_outputs(functional, before)
-        for registry, key, value in records:
-            registry.set(key, value)
+        for key, record in records:
+            layer_dtypes.restore(key, record)
         for tensor, dtype in symbolic:
             keras_hooks.set_symbolic_dtype(tensor, dtype)
 
@@ -228,10 +222,10 @@ def note_state(root: Any) -> Callable[[], None]:
 
 
 def default_policy(model: Any) -> str:
-    """The name of the policy that a model's layers have unless someone chose another.
+    """Returns the name of the policy that a model's layers have by default.
 
-    A model read from a file does not know any more which it was made under, so it is the one that
-    most layers have, "float32" where it is a draw.
+    A model read from a file does not record the policy it was made under, so it is the one of most
+    layers, "float32" in a tie.
     """
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
     if any(layers_before.get(layer) for layer in layers):
@@ -245,11 +239,11 @@ def default_policy(model: Any) -> str:
 
 
 def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
-    """Takes off a model what a policy of tfamp's, or a level before, put on it.
+    """Removes what a policy of tfamp's, or a former level, changed about a model.
 
-    Its layers then have the dtypes they had, or float32 where they were made under a mixed policy;
-    its symbolic tensors do not say so yet. Returns the `id`s of the layers whose dtype a user
-    chose: those set by hand since may be kept.
+    Its layers then have their own dtypes, or float32 if made under a mixed policy; its symbolic
+    tensors are not corrected yet. Returns the `id`s of the layers whose dtype a user chose.
+    `keep_by_hand` keeps those set by hand since.
     """
     default = default_policy(model)
     chosen: set[int] = set()
@@ -268,7 +262,7 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, now)
             chosen.add(id(layer))
-            if before is not None:  # It stays, for the way back: what the layer was at first.
+            if before is not None:  # The record stays, to restore the original policy later.
                 set_by_hand.set(layer, True)
             continue
         if before is None and default.startswith("mixed_"):
@@ -279,7 +273,7 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
 
 
 def _is_chosen(layer: Any, default: str) -> bool:
-    """Whether a layer's dtype is a user's choice, as far as that can be known."""
+    """Whether a user chose a layer's dtype, as far as can be inferred."""
     if set_by_hand.get(layer):
         return True
     if is_graph(layer):
@@ -293,16 +287,16 @@ def _is_chosen(layer: Any, default: str) -> bool:
     if record is not None:
         return name != record.policy_name
     if name == "float32" and default.startswith("mixed_"):
-        # In a model read from a file, BatchNormalization is so without anyone's choice.
+        # In a model read from a file, BatchNormalization is float32 by default.
         return not Policy(default).keeps_float32(type(layer))
     return name != default
 
 
 def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:
-    """Puts a mixed policy on every layer of a model that nothing keeps from it.
+    """Applies a mixed policy to every layer of a model, except kept and chosen ones.
 
-    Everything was taken off the model. What is kept stays float32, with all below it, and what a
-    user chose, by its number. A ValueError says which layer of the user's fails in the low dtype.
+    `take_off` has run. Kept layers stay float32, sublayers included; `chosen` has the `id`s of the
+    layers whose dtype a user chose. A ValueError names a layer that fails in the low dtype.
     """
     skipped = {id(layer) for layer in layers_of(*kept)} | set(chosen)
     for layer in computing_layers_of(model):
@@ -330,7 +324,7 @@ def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
         return
 
     def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Layers that it makes in its own `build` get the policy there.
+        # Sublayers made in its own `build` get the policy there.
         with policy_scope(policy):
             return original(*args, **kwargs)
 
@@ -338,9 +332,9 @@ def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
 
 
 def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
-    """Whether a layer is quantized and cannot get a policy, or its code may mix it with such."""
+    """Whether a layer, or one whose results its code may mix, is quantized and cannot change."""
     if is_graph(layer):
-        return False  # the layers in it cast what they are given
+        return False  # the layers in it cast their inputs
     return any(layer_dtypes.policy_with(each, policy.name) is None for each in layers_of(layer))
 
 
@@ -350,16 +344,15 @@ def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
 def set_layer_dtype(
     model_or_layer: Any, dtype: Any, *, pattern: str | None = None
 ) -> tuple[str, ...]:
-    """Makes a layer, or every layer of a pattern, compute in a dtype.
+    """Sets the compute dtype of a layer, or of every layer that a pattern matches.
 
-    What MindSpore's `to_float` does. Layers inside are set with it. The casts around follow by
-    themselves: a Keras layer casts what it is given, and variables keep the dtype they have, so a
-    built and trained model will do. What is set by hand stays when `prepare` puts another level on
-    the model, outputs and BatchNormalization included; only level O0 leads back. A layer that Keras
-    has quantized stays so.
+    The counterpart of MindSpore's `to_float`. Sublayers are set too. Keras layers cast their own
+    inputs, and variables keep their dtypes, so the model may be built and trained. Dtypes set by
+    hand stay when `prepare` applies another level, also of outputs and BatchNormalization; only
+    level O0 resets them. Quantized layers stay quantized.
 
-    Give the model, with a pattern, rather than a layer of it: then all of its symbolic outputs
-    say the new dtype, and its compiled functions are traced again.
+    Pass the model and a pattern rather than a layer of it: then all of its symbolic outputs get
+    the new dtype, and its compiled functions are traced again.
 
     Args:
         model_or_layer: A model or layer.
@@ -372,9 +365,9 @@ def set_layer_dtype(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `dtype` is another one, no layer matches, or a layer stores its weights in
+        ValueError: `dtype` is none of these, no layer matches, or a layer stores its weights in
             another low dtype, does not run in this one, or is quantized so that it cannot. Nothing
-            has changed then.
+            has changed.
 
     Example:
         >>> import keras, tfamp
@@ -439,7 +432,7 @@ def _policy_name(layer: Any, dtype: str) -> str:
 def _set(layer: Any, dtype: str) -> None:
     before, record = layers_before.get(layer), layer_dtypes.managed_layers.get(layer)
     if record is not None and isinstance(layer, keras.layers.BatchNormalization):
-        # Its own arithmetic again, in the dtype that was asked for.
+        # Back to Keras's own arithmetic, in the requested dtype.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
     layer_dtypes.managed_layers.set(layer, None)

@@ -1,4 +1,4 @@
-"""A copy of a model with its weights stored in other dtypes; the given one is left as it was."""
+"""Copies a model with its weights stored in other dtypes; the given model is not modified."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _rebuilding = threading.Lock()
 def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
     """Copies a built model, with weights in the dtypes of its layers' policies; not compiled.
 
-    The weights may have other dtypes than the policies say. `values` returns more exact values of
-    the weights it is given. A ValueError says that the model cannot be made from its configuration,
-    or which weight has no value in its new dtype.
+    The given weights may have other dtypes. `values` maps weights to their exact values. A
+    ValueError says that the model cannot be made from its configuration, or names a weight that is
+    out of range in its new dtype.
     """
     with _without_initializing():
         made = _from_config(model)
@@ -38,7 +38,7 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
         _build_like(model, made)
     old, new = model.weights, made.weights
     if _shapes(old) != _shapes(new):
-        raise ValueError(_what_is_different(model, made))
+        raise ValueError(_difference(model, made))
     for layer, copied in same_layers(model, made):
         if prepares_data(type(layer)):
             _copy_adapted(layer, copied)
@@ -51,9 +51,9 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
 
 @contextlib.contextmanager
 def _without_initializing() -> Iterator[None]:
-    """Makes variables zeros, as their values exist.
+    """A context in which new variables are zeros; their values are assigned later.
 
-    An initializer may not run in the new dtype, takes its time, and draws random numbers.
+    Initializers may fail in the new dtype, take time, and draw random numbers.
     """
 
     def variable_init(
@@ -94,7 +94,7 @@ def _from_config(model: Any) -> Any:
 
 
 def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what Keras puts into all configurations and a user's constructor does not take."""
+    """Drops Keras's general keys that the constructor of a user's layer does not accept."""
     if is_graph(layer) or any("from_config" in vars(each) for each in _own_classes(layer)):
         return config
     parameters = inspect.signature(type(layer).__init__).parameters
@@ -113,7 +113,7 @@ def _own_classes(layer: Any) -> list[type]:
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
-    """Each layer of a model with its counterpart in a copy, which may have appended casts too.
+    """Pairs each layer of a model with its counterpart in a copy, which may have more casts.
 
     Layers that a model's own code makes have other names in the copy, but the same order.
     """
@@ -126,19 +126,19 @@ def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """Returns a model's configuration, without what its users' constructors do not take."""
+    """Returns a model's configuration, without keys that users' constructors do not accept."""
     config = copy.deepcopy(model.get_config())
     if not is_graph(model):
         return config
     layers = {layer.name: layer for layer in keras_hooks.sublayers(model)}
-    # Without an entry for each: a model with a constructor of its own, as KerasHub's backbones.
+    # A model with its own constructor, such as KerasHub's backbones, lists no layers.
     for entry in config.get("layers", ()):
         entry.pop("compile_config", None)
         layer = layers.get(entry.get("name", entry["config"].get("name")))
         if is_graph(layer):
             entry["config"] = _config_of(layer)
         elif layer is not None and _own_classes(layer):
-            entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
+            entry.pop("build_config", None)  # its first call builds it
             entry["config"] = _arguments(layer, entry["config"])
     return config
 
@@ -186,7 +186,7 @@ def _copy_weight(value: Any, before: Any, after: Any) -> None:
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:
-    """Copies what a layer that prepares data has adapted to, as a file would.
+    """Copies the adapted state of a preprocessing layer, as saving and loading it would.
 
     Not all of it is in weights: vocabularies, and values that are computed from the weights.
     """
@@ -203,9 +203,9 @@ def _shapes(weights: Iterable[Any]) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in weights]
 
 
-def _what_is_different(model: Any, made: Any) -> str:
+def _difference(model: Any, made: Any) -> str:
     pairs = same_layers(model, made)
-    # The innermost layers come last, and what holds them has their weights too.
+    # The innermost layers come last; layers that hold them have their weights too.
     grown = [old for old, new in pairs if _shapes(old.weights) != _shapes(new.weights)]
     layer = grown[-1] if grown else model
     return (
@@ -218,9 +218,9 @@ def _what_is_different(model: Any, made: Any) -> str:
 
 
 class _InFloat32(keras.regularizers.Regularizer):
-    """A regularizer that computes in float32, in which Keras adds it to the loss.
+    """A regularizer that computes in float32, the dtype of the loss it is added to.
 
-    Variables of Keras up to 3.14 take nothing else than a `Regularizer`.
+    A `Regularizer`, as variables of Keras up to 3.14 accept nothing else.
     """
 
     def __init__(self, regularizer: Callable[[Any], Any]) -> None:

@@ -1,6 +1,6 @@
-"""`PrecisionConfig`: the arguments of `prepare` as one value; and what they mean on a machine.
+"""`PrecisionConfig`, the arguments of `prepare` as one value, and the level they mean on a machine.
 
-Framework-free, and pure but for reading a file. `preparation` carries out what is decided here.
+Framework-free; only reading a file has effects. `preparation` applies the level.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import importlib
 import json
 import numbers
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
-from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
     PLACEMENTS,
     SLOTS,
@@ -37,14 +35,14 @@ from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
 from tfamp.policy import Policy
 
-# How each level is carried out.
+# How each level works.
 LEVELS = {
     "O0": "nothing changes",
     "O1": "graph rewrite in graph mode, autocast when eager",
     "O2": "layer policies",
     "O3": "layer policies, nothing kept",
 }
-# The levels that an argument goes with, and why the others refuse it.
+# The levels that accept an argument, and why the others reject it.
 _GOES_WITH = {
     "master_weights": (("O2", "O3"), "has float32 weights"),
     "weight_rounding": (("O2", "O3"), "has float32 weights"),
@@ -52,10 +50,7 @@ _GOES_WITH = {
 }
 _WORDS = {"placement": PLACEMENTS, "weight_rounding": WEIGHT_ROUNDINGS, "slots": SLOTS}
 
-# The variables that tfamp reads; `machine.hardware` explains them.
-_VARIABLES = ("TFAMP_PROFILE",)
-
-# What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.
+# Other systems' names, as on the migration pages: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
     **{each.name: each.name for each in dataclasses.fields(DynamicLossScale)},
     "init_scale": "initial_scale",
@@ -71,21 +66,21 @@ class PrecisionConfig:
 
     Args:
         level: "O0", "O1", "O2", "O3" or "auto".
-        dtype: "float16" or "bfloat16"; None for what this machine multiplies fast.
+        dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively.
         loss_scale: None for the level's own. A `FixedLossScale` or `DynamicLossScale`, a number
             for a fixed one, "dynamic", or "none" for an optimizer that neither scales losses nor
             skips steps that are not finite. A dict of the fields of one of the classes, also under
             the names of torch, mmdetection and DeepSpeed.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number,
             which is the greatest Euclidean norm.
-        keep_float32: What stays float32: names of layers, regular expressions, layer classes or
+        keep_float32: Layers that stay float32: their names, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
         placement: "lists", "min_cut" or "fused": at level O1 what decides which ops are
-            converted. None is "lists", and with level "auto" "min_cut".
+            converted. None is "lists", and with level "auto" "fused" or "min_cut".
         weight_rounding: "stochastic" or "split" to store weights in the low dtype without
             copies, as `LossScaleOptimizer` does.
-        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
+        slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".
 
     Raises:
         TypeError: A value has the wrong type.
@@ -127,7 +122,7 @@ class PrecisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionConfig:
-        """Makes one of a dict; every key may be left out.
+        """Makes a configuration from a dict; every key is optional.
 
         Args:
             values: The fields by name. The dict is not modified.
@@ -161,7 +156,7 @@ class PrecisionConfig:
 
         Raises:
             OSError: The file cannot be read.
-            TypeError, ValueError: As `from_dict`, naming the file; or it ends otherwise.
+            TypeError, ValueError: As `from_dict`, naming the file; or it has another ending.
             ImportError: It is TOML, and this is Python 3.10.
         """
         path = Path(path)
@@ -184,7 +179,7 @@ class PrecisionConfig:
 
 
 def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
-    """Raises where a level, the subject of a clause, and another argument cannot both hold."""
+    """Raises where a level, named `subject` in the message, contradicts another argument."""
     if config.dtype == "float32" and level != "O0":
         raise ValueError(
             f"dtype='float32' goes with level O0, and {subject} computes in low precision; give "
@@ -199,19 +194,6 @@ def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
             )
 
 
-def warn_of_variables(environ: Mapping[str, str]) -> None:
-    """Warns of variables that look like tfamp's and are not, once a process for each."""
-    for variable in environ:
-        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
-            warnings.warn(
-                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
-                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
-                "config=, a dict or the path of a file.",
-                TfampWarning,
-                stacklevel=1,
-            )
-
-
 def read_dtype(value: Any) -> str | None:
     """Returns the name of a low dtype or float32; None for the machine's choice."""
     name = getattr(value, "name", getattr(value, "__name__", value))
@@ -223,7 +205,7 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
     if value is None or isinstance(value, LossScale):
         return value
     if isinstance(value, Mapping):
-        # mmdetection names the rule in a key of its own.
+        # mmdetection has a separate key for the rule.
         values = {key: x for key, x in value.items() if (key, x) != ("mode", "dynamic")}
         if "scale" in values:
             return from_mapping(FixedLossScale, "loss_scale", values)
@@ -240,7 +222,7 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
 
 
 def _as_tuple(kept: Any) -> tuple[Any, ...]:
-    """Returns the values of `keep_float32` as a tuple; a single one will do."""
+    """Returns the values of `keep_float32`, or the single one, as a tuple."""
     is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
     return (kept,) if is_single else tuple(kept)
 
@@ -254,9 +236,9 @@ class EffectiveLevel:
         dtype: The low dtype; "float32" at level O0.
         loss_scale: The rule, None for no loss scale.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        config: The configuration, with what the user chose or left open.
-        reasons: A sentence for every choice that was left open.
-        warning: A warning for the user, if there is one.
+        config: The configuration as given.
+        reasons: A sentence for each automatic choice.
+        warning: A warning for the user, or None.
     """
 
     level: str
@@ -277,7 +259,7 @@ class EffectiveLevel:
     def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
-        A fixed scale of 1 changes no gradient: it is there for clipping, masters and rounding too.
+        Clipping, masters and rounding need one too; a fixed scale of 1 changes no gradient.
         """
         clips = self.config.grad_clip is not None
         rounds = self.config.weight_rounding is not None
@@ -289,7 +271,7 @@ class EffectiveLevel:
 def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
     """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
 
-    A ValueError names arguments that do not go with the level.
+    A ValueError names arguments that contradict the level.
 
     Example:
         >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
@@ -323,16 +305,16 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
 
 
 def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
-    """O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0; and why."""
+    """Returns O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0; with the reason."""
     policy, reason = hardware.automatic_policy(machine)
     if dtype == "float32":
-        return "O0", "float32 was asked for"
+        return "O0", "float32 was requested"
     if policy == "float32":
         return "O0", reason
     if machine.gpus or machine.tpu:
         return "O2", reason
     if dtype == "float16":
-        return "O0", "float16 was asked for, and this CPU multiplies bfloat16 natively only"
+        return "O0", "float16 was requested, and this CPU multiplies only bfloat16 natively"
     return "O1", reason
 
 
@@ -344,7 +326,7 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
     if automatic in LOW_PRECISION:
         reasons.append(f"dtype: {automatic}, as {reason}.")
         return automatic, None
-    # bfloat16 has float32's range, so that at least nothing can overflow.
+    # bfloat16 has float32's range, so nothing can overflow.
     fallback = "float16" if machine.gpus else "bfloat16"
     reasons.append(f"dtype: {fallback}, though {reason}.")
     return fallback, (
@@ -355,7 +337,7 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
 
 def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
     if given is None:
-        # A scale of 1 only skips steps that are not finite.
+        # With a scale of 1 the optimizer only skips nonfinite steps.
         given, why = "dynamic", f"the default of level {level} in {dtype}"
         if level == "O0":
             given, why = "none", "the default of level O0"

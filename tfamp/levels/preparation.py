@@ -1,9 +1,10 @@
-"""`prepare`: puts a level of mixed precision on a model and its optimizer, in one line.
+"""`prepare`: applies a level of mixed precision to a model and its optimizer.
 
-In place where the model's weights stay what they are, else on a copy. At level O1 the steps that
-`fit`, `evaluate` and `predict` call are replaced on the one model: while Keras traces them, each is
-a rewritten function. Whatever else calls the model, eager code or a custom loop's own
-`tf.function`, runs under autocast, so that no way to run the model silently computes in float32.
+In place where the weights keep their dtypes, else on a copy. At level O1 the steps that `fit`,
+`evaluate` and `predict` call are replaced on the model: while Keras traces them, each is a
+rewritten function, which holds the steps of all replicas under a strategy. Other calls of the
+model, eager or in a custom loop's own `tf.function`, run under autocast, so that the model never
+silently computes in float32.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.options import GradClip, LossScale
+from tfamp.core.options import GradClip, LossScale, warn_of_unknown_variables
 from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
+from tfamp.interop.tf_private import replicas_share_graph, xla_works
 from tfamp.layers.layer_dtypes import (
     WeakMap,
     become_part,
@@ -42,7 +44,6 @@ from tfamp.levels.precision_config import (
     EffectiveLevel,
     PrecisionConfig,
     effective_level,
-    warn_of_variables,
 )
 from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
@@ -53,6 +54,7 @@ from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.rewriting.tuning import (
     CANDIDATES,
+    FUSED,
     Candidate,
     TuneReport,
     candidates_of,
@@ -63,7 +65,7 @@ from tfamp.torch_style.context import autocast
 
 
 class _NotGiven(str):
-    """The default of an argument, which nobody has given."""
+    """The default of an argument that was not given."""
 
     __slots__ = ()
 
@@ -93,7 +95,7 @@ class Prepared(_Pair):
 
     Attributes:
         model: The model to use from now on.
-        optimizer: The optimizer to use from now on; None where there is none.
+        optimizer: The optimizer to use from now on, or None.
         settings: The settings; `print(prepared.settings)` is a table of them.
 
     Example:
@@ -124,7 +126,7 @@ def prepare(
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     example_batch: Any = None,
 ) -> Prepared:
-    """Puts a level of mixed precision on a model and its optimizer.
+    """Applies a level of mixed precision to a model and its optimizer.
 
     | level | compute | BatchNorm, outputs | weights | loss scale |
     |---|---|---|---|---|
@@ -134,43 +136,43 @@ def prepare(
     | O3 | low dtype | low dtype | low dtype | 1 unless given |
     | auto | O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0 | | | |
 
-    bfloat16 has float32's range: it gets a scale of 1 by default. Below float32 the optimizer is a
-    `LossScaleOptimizer`, which skips and counts steps that are not finite. Use what is returned. A
-    model may be fresh, or built, trained and compiled: weights, the optimizer's state, compiled
-    losses and metrics are kept. Levels can follow each other; O0 leads back to float32, with the
-    very predictions of before, but for what was stored low without a master. Where the weights get
+    bfloat16 has float32's range and gets a scale of 1 by default. Below float32 the optimizer is a
+    `LossScaleOptimizer`, which skips and counts steps that are not finite. Use the returned pair.
+    The model may be new, or built, trained and compiled: weights, the optimizer's state, compiled
+    losses and metrics are kept. Levels can follow each other; O0 restores float32 and the former
+    predictions, except for weights that were stored low without a master. Where the weights get
     another dtype (O3, master weights, and back from them) a new model is returned and the given one
-    left as it was; otherwise it is changed in place. Later calls of `model.compile` wrap their
-    optimizer as well.
+    is not modified; otherwise the model is changed in place. Later calls of `model.compile` wrap
+    their optimizer as well.
 
-    What is given here wins over `config`.
+    Arguments override `config`.
 
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed.
         optimizer: A Keras optimizer or its name; None for the compiled model's, if any.
         level: "O0", "O1", "O2", "O3" or "auto".
-        dtype: "float16" or "bfloat16"; None for what this machine multiplies fast.
+        dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively.
         loss_scale: A `FixedLossScale` or `DynamicLossScale`, a number for a fixed one, "dynamic",
             "none", or a dict of fields; None for the level's own.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number.
             Clips after unscaling.
-        keep_float32: What stays float32, with all layers inside: names of layers, regular
+        keep_float32: Layers that stay float32, sublayers included: their names, regular
             expressions, layer classes or layers; one or several.
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
-            of squared gradients, Adam for one: they learn nothing from low variables alone.
+            of squared gradients, such as Adam, which do not learn with low variables alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
-            "lists", "min_cut" or "fused". None is "lists", and with level "auto"
-            "min_cut".
+            "lists", "min_cut" or "fused". None is "lists"; with level "auto" it is "fused" for
+            models whose inputs have known shapes but for the batch, and "min_cut" for others.
         weight_rounding: "stochastic" or "split" stores the weights in the low dtype at
-            level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
+            level O2 or O3 without float32 copies, and rounds updates so that none is lost;
             see `LossScaleOptimizer`.
-        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
+        slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
         example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train step
             of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the fastest
-            of O0, O1 with each placement and, where "auto" means it, O2 is taken. Weights,
-            optimizer and random states are as before.
+            of O0, O1 with each placement and, where "auto" means it, O2 is chosen. Weights,
+            optimizer and random states are restored.
 
     Returns:
         The pair of model and optimizer, with `.settings`, which prints as a table.
@@ -179,11 +181,11 @@ def prepare(
         TypeError: An argument has the wrong type.
         ValueError: An argument is wrong or contradicts another, a layer does not run in the low
             dtype, or weights to be stored in another dtype belong to layers that Keras has
-            quantized. Model, weights and optimizer are as they were then.
+            quantized. Model, weights and optimizer have not changed.
 
     Warns:
-        TfampWarning: No low precision is fast on this machine, and one was asked for; or the
-            optimizer is one that a low dtype does not serve, at level O3.
+        TfampWarning: No low precision is fast on this machine, and one was requested; or a low
+            dtype cannot hold the optimizer's state, at level O3.
         NothingConvertedWarning: No layer computes in the low dtype.
 
     Example:
@@ -272,7 +274,7 @@ def _check_model(model: Any, caller: str) -> None:
 
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
-    warn_of_variables(os.environ)
+    warn_of_unknown_variables()
     found = PrecisionConfig() if config is None else config
     if isinstance(config, Mapping):
         found = PrecisionConfig.from_dict(config)
@@ -287,7 +289,7 @@ def _config(config: Any, **given: Any) -> PrecisionConfig:
 
 
 def _stores_low(model: Any) -> bool:
-    """Whether weights of a model are stored in a low dtype, and not by a single layer's choice."""
+    """Whether a model, and not only single layers of it, stores its weights in a low dtype."""
     record = _prepared.get(model)
     if record is not None:
         return record.level.low_weights
@@ -295,7 +297,7 @@ def _stores_low(model: Any) -> bool:
 
 
 def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> None:
-    """Puts a level on a model whose weights are float32."""
+    """Applies a level to a model whose weights are float32."""
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
@@ -309,14 +311,28 @@ def _put_level_on(
     model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
 ) -> Callable[..., Any] | None:
     if level.level == "O2":
-        # Layers of these classes that are made later stay float32 too.
+        # Layers of these classes stay float32 if made later, too.
         classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
         policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    options = _step_options(level.dtype, level.config.rewrite_placement)
+    options = _step_options(level.dtype, _placement(model, level.config))
     return _rewrite_steps_of(model, options, kept)
+
+
+def _placement(model: Any, config: PrecisionConfig) -> str:
+    """Returns how steps are rewritten: at level "auto" fused, if that costs few compilations.
+
+    XLA compiles once for each shape that tensors have, so only the batch size may vary.
+    """
+    shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
+    is_open = config.level == "auto" and not config.placement
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
+    is_static = shapes and all(None not in shape for shape in shapes)
+    return (
+        FUSED if is_open and is_alone and is_static and xla_works("") else config.rewrite_placement
+    )
 
 
 def _finish(
@@ -347,9 +363,9 @@ def _finish(
 def _level_on_copy(
     model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Makes a new model at a level whose weights are stored in another dtype, and its optimizer.
+    """Copies a model, and its optimizer, for a level that stores weights in another dtype.
 
-    The new model is compiled as the given one, which is left as it was, and so is its optimizer.
+    The copy is compiled as the given model. That and its optimizer are not modified.
     """
     if not model.built:
         raise ValueError(
@@ -357,7 +373,7 @@ def _level_on_copy(
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
     names = layer_policies.quantized_names(layers_of(model))
-    if names:  # A copy could not get their integers, nor their calibration.
+    if names:  # A copy cannot get their integers, nor their calibration.
         raise ValueError(
             f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores its "
             "weights in another dtype here, and quantized ones cannot be. Put the level on the "
@@ -367,10 +383,10 @@ def _level_on_copy(
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        # The given model gets the policies of the copy, for as long as it is copied.
+        # The given model has the policies of the copy while it is copied.
         for layer in _low_layers(model):
             give_policy(layer, "float32")
-        # For the way back, what the layers are without a level.
+        # The policies without a level, to restore them later.
         base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
         mixed = level.level == "O2" and level.low_weights
         if mixed:
@@ -401,7 +417,7 @@ def _level_on_copy(
 
 
 def _low_layers(model: Any) -> list[Any]:
-    """The layers that have a low policy as all have, so that no user chose it for them."""
+    """Returns the layers whose low policy is the model's default, not a user's choice."""
     default = layer_policies.default_policy(model)
     own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
     return [x for x in own if default in LOW_PRECISION and is_plain(x.dtype_policy)]
@@ -410,8 +426,8 @@ def _low_layers(model: Any) -> list[Any]:
 def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: set[int]) -> None:
     """Gives the layers whose weights a level stores low a policy of the low dtype alone.
 
-    At O3 all layers, but for those kept or chosen, and those that prepare data; at O2 those that
-    compute in the low dtype.
+    At O3 all layers except kept, chosen and preprocessing ones; at O2 those that compute in the low
+    dtype.
     """
     layers = []
     if level.level == "O3":
@@ -421,7 +437,7 @@ def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen:
         layers = [x for x in layers if is_plain(x.dtype_policy) and id(x) not in left]
     elif level.low_weights:
         for held in layer_policies.models_held_by_models(model):
-            become_part(held)  # a model's own code makes all weights of those it holds low
+            become_part(held)  # its weights become low, like its holder's
         layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
     for layer in layers:
         give_policy(layer, level.dtype)
@@ -444,8 +460,8 @@ def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -
 # ---- The steps of a model at level O1 ------------------------------------------------------------
 
 
-# Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
-# layers would not do: the second trace of a layer called dense is under dense_1.
+# Name scope of kept layers, and of their gradients. Keras's own scopes are not stable: the second
+# trace of a layer called dense is under dense_1.
 _KEPT_SCOPE = "tfamp_keep_float32"
 _KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
 
@@ -455,12 +471,12 @@ def _rewrite_steps_of(
 ) -> Callable[..., Any]:
     """Makes a model without a level run at level O1, kept layers in float32.
 
-    Returns the function that rewrites another one the same way.
+    Returns the function that rewrites another step in the same way.
     """
     rewrite = functools.partial(RewrittenFunction, options=options)
     _keep_in_float32(kept)
     for layer in layers_of(model):
-        # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
+        # Keras calls it instead of `call` once the layer is quantized; autocast skips it already.
         wrap_method(layer, "quantized_call", _under_kept_scope)
     wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
     for name in ("train_step", "test_step", "predict_step"):
@@ -469,12 +485,12 @@ def _rewrite_steps_of(
 
 
 def _step_options(dtype: str, placement: str) -> RewriteOptions:
-    """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
+    """Returns the options for steps, which need not run every layer that is kept in float32."""
     return RewriteOptions(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
 
 
 def _keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
-    """Makes layers compute in float32 at level O1; closing what it returns ends this."""
+    """Makes layers compute in float32 at level O1, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for layer in computing_layers_of(*kept):
         undo.callback(wrap_method(layer, "call", _in_float32))
@@ -482,24 +498,29 @@ def _keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
 
 
 def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., Any]) -> None:
+    step = getattr(model, name)
+
+    def on_all_replicas(data: Any) -> Any:
+        return tf.distribute.get_strategy().run(step, args=(data,))
+
     # Keras traces its steps without AutoGraph.
-    rewritten = rewrite(tf.function(getattr(model, name), autograph=False))
+    rewritten = rewrite(tf.function(step, autograph=False))
+    on_replicas = rewrite(tf.function(on_all_replicas, autograph=False))
 
     def around(original: Callable[..., Any], data: Any) -> Any:
-        if not tf.executing_eagerly():
-            if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-                return rewritten(data)
-            warnings.warn(
-                "At level O1 on several replicas each op is cast as it is traced (autocast). To "
-                "have the graph rewritten as a whole, write the loop and pass the function that "
-                "calls strategy.run to settings.rewrite.",
-                TfampWarning,
-                stacklevel=level_of_user(),
-            )
-        with autocast(dtype):
+        if traces_for_a_rewrite():
             return original(data)
+        if tf.executing_eagerly():
+            with autocast(dtype):
+                return original(data)
+        if not replicas_share_graph():
+            return rewritten(data)
+        # A function that one replica traces alone cannot all-reduce.
+        replica = tf.distribute.get_replica_context()
+        return replica.merge_call(lambda _, data: on_replicas(data), args=(data,))
 
     wrap_method(model, name, around)
+    # find_nonfinite searches the graph that is trained.
     wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
 
 
@@ -534,7 +555,7 @@ def _measured_level(
 ) -> EffectiveLevel:
     """Returns the fastest level for a model, measured on a batch; the model is as before then.
 
-    `level` is what the device suggests.
+    `level` is the device's default.
     """
     config = level.config
     _check_measurable(model, config, batch)
@@ -551,14 +572,17 @@ def _measured_level(
         ways = candidates_of(_train_step_of(model), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen, data)
-            ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
+            ways.append(Candidate("O2", mixed, mixed))
         with _keep_in_float32(kept):
-            report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+            numbers = [n for n, each in enumerate(layers_of(model)) if any(each is k for k in kept)]
+            report = compare_candidates(
+                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers
+            )
     return _found(report, config)
 
 
 def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
-    """Raises a ValueError or TypeError where there is no train step to measure on a batch."""
+    """Raises a ValueError or TypeError unless a train step can be measured on a batch."""
     if config.level != "auto":
         raise ValueError(
             f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
@@ -603,8 +627,9 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     times = time_text(chosen.seconds)
     if name != "O0":
         times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
-    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
-    # A warning would be of a guess, where this was measured.
+    how = f"the fastest on the example batch ({report.source})"
+    reason = f"level: auto is {name}, {how}: a step takes {times}."
+    # Measured, so a warning about a guess does not apply.
     return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 
 
@@ -614,7 +639,7 @@ def _train_step_of(model: Any) -> Any:
 
 
 def _as_fit_gives(value: Any) -> Any:
-    """An array as a tensor; numbers of any other float dtype become Keras's default one."""
+    """Returns an array as a tensor, floats in Keras's default dtype."""
     if value is None:
         return None
     tensor = tf.convert_to_tensor(value)

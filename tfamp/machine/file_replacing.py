@@ -1,4 +1,4 @@
-"""Writing files and directories so that half of one is never seen; framework-free."""
+"""Atomic replacement of files and directories; framework-free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a text file, in the place of one that is there.
+    """Writes a text file, which replaces an existing one.
 
-    It is written next to its place, on the same disk, and moved there in one step. If anything goes
-    wrong, what was there stays. Its folder is made if need be.
+    It is written to a temporary file in the same folder, and renamed in one step. After an error
+    the existing file is unchanged. The folder is created if it is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     work = _beside(path)
@@ -22,19 +22,19 @@ def replace_text(path: Path, text: str) -> None:
         work.write_text(text, encoding="utf-8")
         work.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # The error that led here is the one to see.
+        with contextlib.suppress(OSError):  # The first error is the one to raise.
             work.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def new_directory(dst: Path) -> Iterator[Path]:
-    """Gives a directory to fill, which takes the place of `dst` at the end.
+    """Yields a directory to fill, which replaces `dst` at the end.
 
-    It is next to `dst`, on the same disk, and is removed if anything goes wrong, an interrupt
-    included; a `dst` that was there stays until then. Directories above `dst` are made.
+    It is next to `dst`, and is removed after an error or an interrupt; until the end an existing
+    `dst` stays. Missing parent directories are created.
 
-    A `dst` that is there is renamed to ".NAME-….old" and the new one to its name: a process killed
-    between the two leaves both, complete.
+    An existing `dst` is renamed to ".NAME-….old" and the new directory to its name: a process
+    killed between the two leaves both, complete.
     """
     made = [path for path in dst.parents if not path.exists()]
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -51,11 +51,11 @@ def new_directory(dst: Path) -> Iterator[Path]:
             old.rename(dst)
         for path in (work, old):
             shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # Where there is a `dst` now they are not empty.
+        with contextlib.suppress(OSError):  # They are not empty once `dst` exists.
             for path in made:
                 path.rmdir()
 
 
 def _beside(path: Path) -> Path:
-    """A path next to another that nothing has yet."""
+    """An unused path next to another."""
     return path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}.tmp")

@@ -1,4 +1,4 @@
-"""This machine: what it multiplies natively, the policy `auto`, and how fast it is.
+"""This machine: the dtypes it multiplies natively, the policy `auto`, and its speed.
 
 `detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile` returns
 the machine profile: built-in, from a file, cached, or measured now. Importing this file does not
@@ -28,13 +28,13 @@ from tfamp.machine.file_replacing import replace_text
 
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
-# Of compute capability 7.5, as the T4 is, and without its Tensor Cores (TU116 and TU117).
+# GPUs of compute capability 7.5, as the T4, but without Tensor Cores (TU116 and TU117).
 _WITHOUT_TENSOR_CORES = re.compile(
     r"\b(GTX 16\d\d|T4\d\d|T5\d\d|T6\d\d|T1000|T1200|T2000|MX450|MX550)\b"
 )
 
-# Instruction sets that multiply the dtype, as /proc/cpuinfo spells them on x86 and on ARM.
-# avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and fphp's scalar half would not pay.
+# Instruction sets that multiply the dtype, as spelled in /proc/cpuinfo on x86 and on ARM.
+# avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and scalar fphp would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 
@@ -46,8 +46,8 @@ _CHOICES = (
 )
 # Environment variables that limit the instructions oneDNN and cuBLAS use.
 _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_OVERRIDE")
-# Raised when the contents of a profile, or how it is measured, change: older files are not used.
-_FORMAT = 5
+# Increased when the contents of a profile, or its measurement, change: older files are not used.
+_FORMAT = 6
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
 
@@ -58,7 +58,7 @@ class Gpu:
 
     Attributes:
         name: The device's name, or "unknown GPU".
-        capability: CUDA compute capability as (major, minor), None where there is none.
+        capability: CUDA compute capability as (major, minor), None if unknown.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Gpu:
 
     @property
     def lacks_tensor_cores(self) -> bool:
-        """Whether it is one of those that have none although their capability promises them."""
+        """Whether it has no Tensor Cores although its capability promises them."""
         return bool(_WITHOUT_TENSOR_CORES.search(self.name))
 
     @property
     def native(self) -> tuple[str, ...]:
-        """The low-precision dtypes that it multiplies on Tensor Cores."""
+        """Low-precision dtypes that it multiplies on Tensor Cores."""
         if self.lacks_tensor_cores or self.capability is None:
             return ()
         least = {"bfloat16": BFLOAT16_CAPABILITY, "float16": FLOAT16_CAPABILITY}
@@ -83,11 +83,11 @@ class Hardware:
     """The facts that decide which low-precision dtype pays on a machine.
 
     Attributes:
-        cpu_model: The CPU's name, "" where it is not known.
+        cpu_model: The CPU's name, "" if unknown.
         cpu_bfloat16: Whether the CPU has bfloat16 multiply instructions.
         cpu_float16: Whether the CPU has vector float16 arithmetic.
-        gpus: The GPUs that are visible to TensorFlow.
-        tpu: Whether a TPU is.
+        gpus: The GPUs visible to TensorFlow.
+        tpu: Whether a TPU is visible.
     """
 
     cpu_model: str
@@ -98,17 +98,17 @@ class Hardware:
 
     @property
     def weakest_gpu(self) -> Gpu | None:
-        """The GPU that decides for all, as a model has one policy."""
+        """The GPU that decides for all: a model has one policy."""
         return min(
             self.gpus, key=lambda gpu: (len(gpu.native), gpu.capability or (0, 0)), default=None
         )
 
 
 def detect() -> Hardware:
-    """Looks at this machine, once for each set of devices that are visible.
+    """Looks at this machine, once for each set of visible devices.
 
     Returns:
-        What was found. What cannot be found out counts as absent.
+        The facts. Whatever cannot be detected counts as absent.
 
     Example:
         >>> isinstance(detect().cpu_bfloat16, bool)
@@ -139,13 +139,13 @@ def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
 def automatic_policy(hardware: Hardware) -> tuple[str, str]:
     """Decides what the policy `auto` stands for on a machine.
 
-    Where there are GPUs they decide, the weakest one for all: a model has one policy.
+    On a machine with GPUs the weakest one decides for all: a model has one policy.
 
     Args:
         hardware: The machine's facts.
 
     Returns:
-        The policy's name, and the reason in words.
+        The policy's name, and the reason.
 
     Example:
         >>> laptop = Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
@@ -158,7 +158,7 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
         return _policy_of(hardware.weakest_gpu)
     if hardware.cpu_bfloat16:
         return "mixed_bfloat16", "this CPU multiplies bfloat16 natively"
-    # Float16 needs a loss scale and pays on GPUs only, also where a CPU has its arithmetic.
+    # float16 needs a loss scale and pays on GPUs only, even if a CPU has float16 arithmetic.
     why = "this CPU does not multiply bfloat16 natively, and there is no GPU and no TPU"
     return "float32", why
 
@@ -180,7 +180,7 @@ def _gpu(device: Any) -> Gpu:
 
     try:
         details = tf.config.experimental.get_device_details(device)
-    except RuntimeError as error:  # Of a capability such as "9.0a", which it quotes.
+    except RuntimeError as error:  # It quotes a capability such as "9.0a".
         details = {"compute_capability": str(error), **tf_private.device_details(device)}
     capability = details.get("compute_capability")
     if isinstance(capability, str):
@@ -196,7 +196,7 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
         text: The file's contents.
 
     Returns:
-        The model's name ("" on most ARM kernels, which give none) and the set of flags.
+        The model's name ("" on most ARM kernels) and the set of flags.
 
     Example:
         >>> parse_cpuinfo("model name : Xeon\nflags : fpu amx_bf16")[0]
@@ -214,21 +214,21 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
 
 
 class FoundProfile(NamedTuple):
-    """A machine profile and, in words, where it comes from."""
+    """A machine profile and its origin, for people."""
 
     profile: MachineProfile
     source: str
 
 
 def device_kind(device: str) -> str:
-    """Returns the kind of device of nodes that are pinned to none; "auto" is this machine's."""
+    """Returns the kind of device for nodes without a device; "auto" is this machine's."""
     from tfamp.interop import tf_private
 
     return tf_private.default_device_kind() if device == "auto" else device
 
 
 def profile_of(kind: str) -> MachineProfile:
-    """Returns the built-in profile of a kind of device, as far as this machine has one."""
+    """Returns the built-in profile of a kind of device, adapted to this machine."""
     found = detect()
     if kind == "cpu":
         return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
@@ -249,11 +249,11 @@ def _multiplies_in_tf32() -> bool:
 
 
 def find_profile() -> FoundProfile:
-    """Returns the profile of this machine, as the environment variable TFAMP_PROFILE says.
+    """Returns the profile of this machine, selected by the environment variable TFAMP_PROFILE.
 
-    Unset, it is the cached one; without a cached one, the machine is measured, which takes about
-    two seconds, once a process. A machine that cannot be measured gets the built-in profile and a
-    `TfampWarning`; a cache that cannot be written is a `TfampWarning` too.
+    If it is unset, the profile comes from the cache; without a cached one, the machine is measured,
+    which takes about two seconds, once per process. A machine that cannot be measured gets the
+    built-in profile and a `TfampWarning`; so does a cache that cannot be written.
     """
     choice = os.environ.get(VARIABLE, "")
     if choice == "builtin":
@@ -271,7 +271,7 @@ def find_profile() -> FoundProfile:
 
 
 def machine_facts() -> dict[str, str]:
-    """Returns what the speed of this machine depends on, by name."""
+    """Returns the facts that the speed of this machine depends on, by name."""
     import tensorflow as tf
 
     found = detect()
@@ -295,13 +295,29 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("tfamp", appauthor=False))
 
 
+def keep_in_cache(path: Path, text: str, costs: str, advice: str) -> str:
+    """Writes a file in the cache folder, and returns the origin of its contents, for people.
+
+    A file that cannot be written is a `TfampWarning` with the costs and the advice.
+    """
+    try:
+        if not path.is_absolute():  # Without a home folder it is "~/..." as it stands.
+            raise FileNotFoundError(f"there is no home folder for {path}")
+        replace_text(path, text)
+    except OSError as error:
+        text = f"{costs}: {error}. Make {path.parent} writable, or {advice}."
+        warnings.warn(text, TfampWarning, stacklevel=4)
+        return "measured now; it cannot be kept"
+    return f"measured now, kept in {path}"
+
+
 def _built_in(source: str) -> FoundProfile:
     return FoundProfile(profile_of(device_kind("auto")), source)
 
 
 @functools.cache
 def _measured(facts: str, path: Path | None) -> FoundProfile:
-    """Reads a profile from its file or measures it; once for these facts in a process."""
+    """Reads a profile from its file or measures it; once per process for these facts."""
     import tensorflow as tf
 
     from tfamp.machine import profile_measure
@@ -316,21 +332,14 @@ def _measured(facts: str, path: Path | None) -> FoundProfile:
         return _built_in("the built-in table, as this machine cannot be measured")
     if path is None:
         return FoundProfile(profile, f"measured now, as {VARIABLE} says")
-    if found := _read(path):  # Processes that started together use one measurement.
+    if found := _read(path):  # Processes that started together share one measurement.
         return found
-    try:
-        if not path.is_absolute():  # Without a home folder it is "~/..." as it stands.
-            raise FileNotFoundError(f"there is no home folder for {path}")
-        replace_text(path, profile.to_json())
-    except OSError as error:
-        text = (
-            "The measured machine profile cannot be kept, so every process that needs it takes two "
-            f"seconds to measure it again: {error}. Make {path.parent} writable, or set {VARIABLE} "
-            'to "builtin" or to a file.'
-        )
-        warnings.warn(text, TfampWarning, stacklevel=3)
-        return FoundProfile(profile, "measured now; it cannot be kept")
-    return FoundProfile(profile, f"measured now, kept in {path}")
+    costs = (
+        "The measured machine profile cannot be kept, so every process that needs it takes two "
+        "seconds to measure it again"
+    )
+    advice = f'set {VARIABLE} to "builtin" or to a file'
+    return FoundProfile(profile, keep_in_cache(path, profile.to_json(), costs, advice))
 
 
 def _read(path: Path) -> FoundProfile | None:

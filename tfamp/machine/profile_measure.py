@@ -1,8 +1,8 @@
 """Measures a machine profile in about two seconds.
 
 Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load on
-the machine then slows all of them alike, and the best of the times counts. The tensors of a piece
-of work exist during its turn only.
+the machine then slows all of them alike, and the shortest time counts. The tensors of a piece of
+work exist only while it is timed.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ import tensorflow as tf
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
 from tfamp.interop import tf_private
 
-# The speed of a kind of op in a dtype that it has no kernel for, in parts of float32's.
+# The speed of a kind of op in a dtype without a kernel, relative to float32.
 NO_KERNEL = 1e-3
-# Short works are repeated for this long in each round.
+# Seconds for which short work is repeated in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
 _LEAST_ROUNDS = 3
-# Speeds closer than this cannot be told from equal ones in a few seconds.
+# A smaller ratio of two speeds is within the noise of a few seconds' measurement.
 _NOISE = 1.1
 
 
-# The shapes that are timed, of the size that a small training step has: see `works`. A GPU needs
-# more work to be busy.
+# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU each
+# op takes several times as long as TensorFlow takes to start the next one, some 10 us.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
         "convolutions": ((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
         "elements": 1 << 19,
-        "images": (16, 32, 32, 32),
         "traffic": 1 << 22,
     },
     "gpu": {
         "matmuls": ((2048, 4096, 4096), (16384, 1024, 1024)),
-        "convolutions": ((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
-        "elements": 1 << 22,
-        "images": (64, 56, 56, 64),
+        "convolutions": ((256, 56, 64, 64, 3), (256, 28, 512, 128, 1), (256, 14, 256, 256, 3)),
+        "elements": 1 << 25,
         "traffic": 1 << 25,
     },
 }
@@ -57,7 +55,7 @@ class Work:
 
     Attributes:
         kind: A kind of a profile's peaks, "traffic" or "cast traffic".
-        amount: How much work it is: operations, elements or bytes.
+        amount: Amount of work: operations, elements or bytes.
         op: The op type.
         shapes: Shapes of the inputs in the dtype, by name.
         options: The other arguments of the op.
@@ -85,19 +83,21 @@ class Work:
         return lambda: function(**tensors, **self.options)
 
     def time_first(self) -> None:
-        """Times the work once in each dtype, which also shows whether there is a kernel."""
+        """Times the work once in each dtype, and finds out which dtypes have a kernel."""
         for dtype in self.dtypes:
             try:
-                self.best[dtype] = together(self.make(dtype), 1)
+                self.best[dtype] = together(self.make(dtype), 1, tf.raw_ops.SyncDevice)
             except tf.errors.OpError as error:
                 if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
-                    raise  # Else there is no kernel for this dtype on this device.
+                    raise  # Otherwise this dtype has no kernel on this device.
 
     def time_again(self) -> None:
         """Times the work in each dtype that has a kernel."""
         for dtype, known in self.best.items():
             repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(known, together(self.make(dtype), repeats))
+            self.best[dtype] = min(
+                known, together(self.make(dtype), repeats, tf.raw_ops.SyncDevice)
+            )
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
@@ -111,12 +111,12 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
 
     Returns:
         The profile, every measured figure rounded to two digits: more would be noise. A dtype that
-        is less than 10 % faster than float32 counts as equal, one that a kind of op has no kernel
-        for as a thousand times slower. Overheads and single op types are those of the built-in
+        is less than 10 % faster than float32 counts as equal, a dtype without a kernel as a
+        thousand times slower. Overheads and the speeds of single op types come from the built-in
         profiles, in proportion to the measured speeds.
 
     Raises:
-        tf.errors.OpError: It cannot be measured, for want of memory for instance.
+        tf.errors.OpError: It cannot be measured, for lack of memory for instance.
 
     Example:
         >>> measure_profile(seconds=0.01).peaks["matmul"]["float32"] > 1
@@ -129,23 +129,23 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
 
 
 def let_memory_grow() -> None:
-    """Makes GPUs give memory as it is needed, if it is tfamp that starts TensorFlow's runtime.
+    """Makes GPUs allocate memory as it is needed, if tfamp is what starts TensorFlow's runtime.
 
-    By default the first op takes nearly all memory of every GPU, also from a job that runs beside.
-    Nothing is changed once the runtime has started, and of GPUs for which growth has been set or
-    that have been divided.
+    By default the first op allocates nearly all memory of every GPU, also on a GPU that another job
+    uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set or with
+    logical devices.
     """
     if tf_private.runtime_has_started():
         return
     for gpu in tf.config.get_visible_devices("GPU"):
         if tf.config.experimental.get_memory_growth(gpu) is None:
-            with contextlib.suppress(ValueError):  # It is divided, so that each part has a limit.
+            with contextlib.suppress(ValueError):  # Its logical devices have limits of their own.
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _measure(device: str, seconds: float) -> MachineProfile:
     let_memory_grow()
-    # An op without a kernel on the device is an error then, and does not run on the CPU instead.
+    # Then an op without a kernel on the device is an error instead of running on the CPU.
     before = tf.config.get_soft_device_placement()
     tf.config.set_soft_device_placement(False)
     try:
@@ -167,7 +167,7 @@ def _measure(device: str, seconds: float) -> MachineProfile:
 
 
 def _timed(found: Iterable[Work], seconds: float) -> list[Work]:
-    """Times all in rounds, a few at least, for about that long."""
+    """Times all works in rounds, at least a few, for about that long."""
     end = time.perf_counter() + seconds
     timed = list(found)
     for work in timed:
@@ -186,13 +186,13 @@ def _rate(timed: Iterable[Work]) -> float:
 
 
 def _peaks(timed: Sequence[Work]) -> dict[str, float]:
-    """Work per second by dtype; ratios to float32 are means over the works that have a kernel."""
+    """Work per second by dtype; ratios to float32 are means over works with a kernel."""
     float32 = statistics.geometric_mean(work.amount / work.first for work in timed)
     peaks = {}
     for dtype in DTYPES:
         ratios = [work.first / work.best[dtype] for work in timed if dtype in work.best]
         ratio = statistics.geometric_mean(ratios) if ratios else NO_KERNEL
-        # A dtype that is hardly faster than float32 counts as equal: that may be noise.
+        # A small gain over float32 may be noise.
         peaks[dtype] = _rounded(float32 * (1.0 if 1.0 < ratio < _NOISE else ratio))
     return peaks
 
@@ -201,13 +201,21 @@ def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def together(run: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a run, of many that are started before the first one is waited for."""
-    tf.test.experimental.sync_devices()
+def together(
+    run: Callable[[], Any],
+    repeats: int,
+    wait: Callable[[], Any] = tf.test.experimental.sync_devices,
+) -> float:
+    """Seconds of a run, of many that are started before the first one is waited for.
+
+    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for the
+    current one, so that what others run does not count.
+    """
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    tf.test.experimental.sync_devices()
+    wait()
     return (time.perf_counter() - start) / repeats
 
 
@@ -215,18 +223,16 @@ def works(
     matmuls: Iterable[tuple[int, int, int]],
     convolutions: Iterable[tuple[int, int, int, int, int]],
     elements: int,
-    images: Sequence[int],
     traffic: int,
 ) -> Iterator[Work]:
-    """Makes everything that is timed for a profile, on the current device.
+    """Yields the works that are timed for a profile, on the current device.
 
     Args:
         matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
         convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
-            their arithmetic is timed and not the memory.
-        images: Shape for pooling, normalization and softmax.
-        traffic: Elements that are read and written to time the memory: more than a cache holds.
+        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache, so
+            that their arithmetic is timed and not the memory.
+        traffic: Elements of the tensors that time the memory: more than fit in a cache.
     """
     for rows, depth, columns in matmuls:
         x, w, y = (rows, depth), (depth, columns), (rows, columns)
@@ -240,13 +246,6 @@ def works(
     names = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
     for op, inputs in names.items():
         yield Work("elementwise", elements, op, dict.fromkeys(inputs.split(), [elements]))
-    amount, rows = math.prod(images), math.prod(images[:2])
-    ones, nothing = tf.ones(images[-1:]), tf.zeros((0,))
-    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
-    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
-    yield Work("special", amount, "Softmax", {"logits": [rows, amount // rows]})
-    yield Work("special", amount, "MaxPool", {"input": images}, pool)
-    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
     large = {"x": [traffic]}
     # An Add reads two tensors and writes one.
     yield Work("traffic", 3 * 4 * traffic, "AddV2", {**large, "y": [traffic]}, {}, ("float32",))
@@ -267,6 +266,6 @@ def _convolutions(
     op = "Conv2DBackprop"
     yield Work("conv", flops, "Conv2D", {"input": x, "filter": w}, same)
     given: dict[str, Any] = {"filter": w, "out_backprop": y}
-    yield Work("conv_input", flops, f"{op}Input", given, {"input_sizes": x, **same})
+    yield Work("conv_gradient", flops, f"{op}Input", given, {"input_sizes": x, **same})
     given = {"input": x, "out_backprop": y}
-    yield Work("conv_filter", flops, f"{op}Filter", given, {"filter_sizes": w, **same})
+    yield Work("conv_gradient", flops, f"{op}Filter", given, {"filter_sizes": w, **same})

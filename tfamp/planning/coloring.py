@@ -1,7 +1,7 @@
-"""The passes that colour the slots of a scope, and what its structure demands; framework-free.
+"""The passes that colour the slots of a scope, and its regions; framework-free.
 
-The rules are those of TensorFlow's own pass, `grappler/optimizers/auto_mixed_precision.cc`, with
-two differences: a slot is converted only where the device has a kernel for it, and the input of a
+The rules follow TensorFlow's own pass, `grappler/optimizers/auto_mixed_precision.cc`, with two
+differences: a slot is converted only where the device has a kernel for it, and the input of a
 Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand for
 an allow, infer, deny and clear node, lower case for one that is not converted.
 """
@@ -32,29 +32,28 @@ from tfamp.planning.structures import (
 
 Updates = Literal["low", "reduced", "float32"]
 
-# What makes the gradients of biases, scales and embeddings out of larger tensors.
+# Ops that reduce larger tensors to the gradients of biases, scales and embeddings.
 REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
 
 
 class Rules:
-    """A scope with everything the passes need.
+    """The input of the passes: a scope, its regions and the op lists.
 
     Args:
         index: The scope.
-        regions: What its structure demands.
+        regions: Its regions.
         colors: Colour of every op type that is on a list.
         forced: Positions of nodes to convert whatever their colour.
-        updates: How far pass 5 goes on into what is written to variables: "low", all the way, as
-            Grappler's does; "reduced", up to the last reduction; "float32", not at all. What an
-            optimizer adds to a weight is often less than the weight's rounding error in bfloat16.
-            In float16 the square of a gradient, or a gradient whose loss scale is taken off, is
-            often less than the smallest number.
+        updates: How far pass 5 follows values that are written to variables: "low", all the way, as
+            Grappler does; "reduced", up to the last reduction; "float32", not at all. The update of
+            a weight is often less than the weight's rounding error in bfloat16. In float16 squared
+            gradients and unscaled gradients often underflow.
 
     Attributes:
-        colors: Colour of each slot, that of its node: "allow", "infer", "deny", "clear" or None.
+        colors: Colour of each slot's node: "allow", "infer", "deny", "clear" or None.
         integers: Slots of sums of integers.
-        fanin: For each slot the slots its values come from, through TensorLists also.
-        fanout: For each slot the slots its values go to, through TensorLists also.
+        fanin: For each slot the slots its values come from, also through TensorLists.
+        fanout: For each slot the slots its values go to, also through TensorLists.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Rules:
         return self.colors[slot] in colors and self.is_free(slot) and slot not in painting.denied
 
     def may_infer(self, slot: int, painting: Painting) -> bool:
-        """Whether a slot may follow its producers, none of which needs float32."""
+        """Whether a slot may follow its producers, as all may be low."""
         return self.may_join(slot, painting, "infer") and painting.denied.keys().isdisjoint(
             self.fanin[slot]
         )
@@ -96,7 +95,7 @@ class Rules:
 
 
 def paint(rules: Rules) -> Painting:
-    """Runs all passes; returns what to lower and what needs float32, with reasons."""
+    """Runs all passes; returns slots to convert and slots that need float32, with reasons."""
     painting = Painting({}, {})
     for each in PASSES:
         each(rules, painting)
@@ -106,11 +105,11 @@ def paint(rules: Rules) -> Painting:
 def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     """Returns the slots that may be converted without loss of safety, Casts left out.
 
-    Those that the passes lower; infer and clear nodes behind these, through infer and clear nodes;
-    clear nodes joined to any of these through clear nodes; TensorLists and loops as a whole. With
-    A -> c -> i, the passes leave i in float32 and this returns it. What is denied is never safe,
-    nor are infer nodes that no allow node leads to, or that the passes leave in float32 on the way
-    to a variable: learning rates and moments keep their digits.
+    Slots that the passes convert; infer and clear nodes behind them, through infer and clear nodes;
+    clear nodes connected to any of these through clear nodes; TensorLists and loops as a whole. In
+    A -> c -> i, the passes leave i in float32, but it is safe. Denied slots are never safe, nor are
+    infer nodes without an allow node before them, or ones that the passes leave in float32 on the
+    way to a variable: learning rates and moments keep their digits.
     """
     updates = _ways_to_variables(rules, reduced=False)
 
@@ -123,7 +122,7 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     roots = (slot for slot in painting.low if rules.index.node_of(slot).op != "Cast")
     behind = reach(roots, along(follows, rules.fanout))
     safe = reach(behind, along(is_clear, rules.fanin, rules.fanout))
-    # A TensorList or a loop of which a part is safe is safe as a whole, or not at all.
+    # A TensorList or a loop is safe as a whole or not at all.
     low = dict.fromkeys(safe, Reason("safe", "it may be converted"))
     whole = Painting(low, dict(painting.denied))
     match_lists(rules, whole)
@@ -135,9 +134,9 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
 
 
 def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
-    """Slots of products of integers, whose sums low precision cannot hold, up to where they scale.
+    """Slots of products of integers, up to where they are scaled: low precision rounds such sums.
 
-    Quantized layers multiply integers as they are, or as float32, and cast the sums back.
+    Quantized layers multiply integers, also as float32, and cast the sums back.
     """
 
     def is_integer(slot: int) -> bool:
@@ -165,7 +164,7 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
 
 def deny_by_structure(rules: Rules, painting: Painting) -> None:
     """Pass 0: sums of integers, and TensorLists that leave the scope or cannot be low."""
-    reason = Reason("integers", "it holds sums of products of integers, exact in float32 only")
+    reason = Reason("integers", "it holds sums of products of integers, exact only in float32")
     slots = rules.index.slots
     unforced = (slot for slot in rules.integers if slots[slot].node not in rules.forced)
     painting.denied.update(dict.fromkeys(unforced, reason))
@@ -173,7 +172,7 @@ def deny_by_structure(rules: Rules, painting: Painting) -> None:
 
 
 def convert_allow_nodes(rules: Rules, painting: Painting) -> None:
-    """Pass 1: allow nodes are converted, and those the user forces. a -> A."""
+    """Pass 1: allow and forced nodes are converted. a -> A."""
     for slot, found in enumerate(rules.index.slots):
         if not rules.is_free(slot) or slot in painting.denied:
             continue
@@ -223,7 +222,7 @@ def match_lists(rules: Rules, painting: Painting) -> None:
 
 
 def convert_between_allow(rules: Rules, painting: Painting) -> None:
-    """Pass 4: infer and clear nodes on a way from one allow node to another are converted.
+    """Pass 4: infer and clear nodes on a path between allow nodes are converted.
 
     A -> i -> c -> A becomes A -> I -> C -> A, and A -> i -> c stays.
     """
@@ -239,8 +238,8 @@ def convert_between_allow(rules: Rules, painting: Painting) -> None:
 def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
     """Pass 5: an infer node directly behind a converted one joins it. A -> i becomes A -> I.
 
-    In graph order, so that a chain of infer nodes follows as a whole. Not where another of its
-    inputs comes from a denied node, nor, unless the rules allow it, on the way to a variable.
+    In graph order, so that a chain of infer nodes is converted as a whole. Not with another input
+    from a denied node, nor, unless the rules allow it, on the way to a variable.
     """
     reduced = rules.updates == "reduced"
     updates = set() if rules.updates == "low" else _ways_to_variables(rules, reduced)
@@ -252,7 +251,7 @@ def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
 
 
 def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
-    """Pass 6: clear nodes joined to a converted node through clear nodes are converted.
+    """Pass 6: clear nodes connected to a converted node through clear nodes are converted.
 
     c -> c -> A -> c becomes C -> C -> A -> C.
     """
@@ -278,10 +277,10 @@ def match_loops(rules: Rules, painting: Painting) -> None:
 
 
 def repaint_casts(rules: Rules, painting: Painting) -> None:
-    """Pass 9: a Cast of the graph makes the dtype of its consumers, and takes its producer's.
+    """Pass 9: a Cast of the graph adopts the dtypes of its consumers and its producer.
 
-    A Cast to float32 whose consumers are all converted makes the low dtype, and one whose producer
-    is converted takes the low dtype, so that no second Cast is put behind or before it.
+    If all consumers of a Cast to float32 are converted, its result is low; if its producer is
+    converted, its operand is low. So no second Cast is added before or behind it.
     """
     kept = {*rules.regions.fixed, *painting.denied}
     reason = Reason("cast", "every tensor it takes or gives here is converted")
@@ -308,16 +307,16 @@ PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
 
 
 def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
-    """Slots whose values get to a node that has resources, with no allow or deny node between.
+    """Slots on paths to nodes with resources, without allow or deny nodes between.
 
-    If updates may be low up to the last reduction (`reduced`), no reduction between either.
+    If updates may be low up to the last reduction (`reduced`), without reductions between either.
     """
     index = rules.index
-    # What a loop writes is found in its body, where that is joined with its caller.
+    # The writes of a joined loop are in its body.
     roots = [
         slot
-        for node in index.nodes
-        if (node.op not in LOOPS or node.calls) and index.uses(node, "resource")
+        for position, node in enumerate(index.nodes)
+        if (node.op not in LOOPS or node.calls) and position in index.users["resource"]
         for slot in node.slots
     ]
 
@@ -328,9 +327,9 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     return reach(roots, along(leads_on, rules.fanin))
 
 
-# ---- What the structure of a scope demands -------------------------------------------------------
+# ---- Regions -------------------------------------------------------------------------------------
 
-# Ops that pass a TensorList on without looking at the dtype of its elements.
+# Ops that pass a TensorList on, whatever the dtype of its elements.
 _CARRIERS = op_types("""
     AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch
     ZerosLike
@@ -340,9 +339,9 @@ _FIXED_OPS = {
     ARGUMENT: Reason("boundary", "an argument of the function keeps its dtype"),
     RESULT: Reason("boundary", "a result of the function keeps its dtype"),
     **dict.fromkeys(
-        # They put tensors into a variant and take them out; no edge has these tensors' dtypes.
+        # They store tensors in a variant: no edge has these tensors' dtypes.
         ("OptionalFromValue", "OptionalGetValue"),
-        Reason("optional", "what a branch keeps for its gradient keeps its dtype"),
+        Reason("optional", "values that a branch stores for its gradient keep their dtype"),
     ),
 }
 
@@ -350,7 +349,7 @@ _FIXED_OPS = {
 def find_regions(
     index: GraphIndex, chosen: Mapping[int, Reason], kept: Mapping[int, Reason] | None = None
 ) -> Regions:
-    """Finds what the structure of a scope demands of its slots.
+    """Finds the regions of a scope.
 
     Args:
         index: The scope.
@@ -362,7 +361,7 @@ def find_regions(
     """
     fixed = dict(kept or {})
     for position, node in enumerate(index.nodes):
-        reason = chosen.get(position) or _structural_reason(index, node)
+        reason = chosen.get(position) or _structural_reason(index, position)
         if reason is not None:
             fixed.update(dict.fromkeys(node.slots, reason))
     lists: list[tuple[int, ...]] = []
@@ -385,16 +384,17 @@ def find_regions(
     return Regions(fixed, tuple(lists), unsafe, tuple(implied), loops)
 
 
-def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
+def _structural_reason(index: GraphIndex, position: int) -> Reason | None:
+    node = index.nodes[position]
     if node.op in _FIXED_OPS:
         return _FIXED_OPS[node.op]
     if node.calls:
-        return Reason("boundary", "it calls a function, whose arguments and results keep theirs")
-    if node.op in LOOPS or node.op == LINK:  # Its dtypes are also those of what it runs.
+        return Reason("boundary", "it calls a function, which keeps the dtypes of its boundary")
+    if node.op in LOOPS or node.op == LINK:  # It shares its dtypes with the functions.
         return None
     if node.uses_references:
         return Reason("variable", "it refers to the memory of a variable")
-    if index.uses(node, "resource"):
+    if position in index.users["resource"]:
         return Reason("variable", "it uses a resource, whose values keep their dtype")
     has_inputs = any(index.fanin[slot] for slot in node.slots)
     return None if has_inputs else Reason("source", "it has no inputs: its value is given")
@@ -404,7 +404,7 @@ def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
 
 
 def _lists(index: GraphIndex) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Yields the variant slots that handles connect, with the slots of the elements."""
+    """Yields connected variant slots of handles, with the slots of the elements."""
     seen: set[int] = set()
     for root, slot in enumerate(index.slots):
         if slot.dtype == "variant" and root not in seen:
@@ -419,7 +419,7 @@ def _linked_handles(
     index: GraphIndex, *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
     def neighbours(slot: int) -> Iterable[int]:
-        # The gradient of a loop in a loop has lists of lists: what one holds is part of it.
+        # The gradient of nested loops has lists of lists: inner lists are part of the outer one.
         within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()
         return itertools.chain(*(table[slot] for table in tables), within)
 
@@ -434,7 +434,7 @@ def _handles(index: GraphIndex, slot: int) -> list[int]:
 def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
     for slot in node.slots if "TensorList" in node.op else ():
         found = index.slots[slot]
-        if found.attr and found.index is None and found.dtype == FLOAT32:
+        if found.attr and found.place is None and found.dtype == FLOAT32:
             return slot
     return None
 
@@ -456,7 +456,7 @@ def _why_unsafe(
 
 
 def _implied_edges(index: GraphIndex, elements: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Pairs (written, read) of elements of a list: values go from the first to the second."""
+    """Pairs (written, read) of elements of a list: values flow from the first to the second."""
     for reader in elements:
         handles = _handles(index, reader) if index.node_of(reader).op in LIST_READERS else ()
         for slot in sorted(reach(handles, _linked_handles(index, index.fanin))):

@@ -1,8 +1,8 @@
 """How long ops and Casts take in either dtype, estimated from static shapes; framework-free.
 
-The roofline: an op takes as long as its arithmetic or as its memory traffic, whichever is longer,
-and a fixed overhead. What a node takes is the sum over its type slots, so that each of them can be
-decided by itself: the arithmetic is counted with the first one.
+The roofline model: an op takes as long as its arithmetic or its memory traffic, whichever is
+longer, plus a fixed overhead. The time of a node is a sum over its type slots, so that each slot
+can be decided by itself: the arithmetic counts with the first float slot.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tfamp.planning.structures import (
     op_types,
 )
 
-# Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
-# nothing: where it may be low the lists decide, see `planning.placement`; others, such as what
-# batch normalization reserves for cuDNN, are no part of the question.
+# Unknown dimensions, mostly batches, count as this many. A tensor of unknown rank counts nothing:
+# where it can be converted the lists decide (see `planning.placement`); the others, such as the
+# space that batch normalization reserves for cuDNN, are not converted.
 UNKNOWN_DIMENSION = 32
 
 _BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
@@ -41,10 +41,10 @@ class ScopeCosts:
     """Times in a scope, in seconds.
 
     Attributes:
-        slots: For each type slot what its node takes for it as it is, and in the low dtype.
+        slots: For each type slot the time of its node as it is, and in the low dtype.
         casts: For each float32 tensor the time of a Cast.
-        overheads: What each node takes beside.
-        unshaped: Slots with a tensor of which the graph does not tell the rank.
+        overheads: Fixed overhead of each node.
+        unshaped: Slots with a tensor of unknown rank.
     """
 
     slots: Sequence[tuple[float, float]]
@@ -53,17 +53,17 @@ class ScopeCosts:
     unshaped: Set[int] = frozenset()
 
     def node(self, index: GraphIndex, position: int, low: Collection[int]) -> float:
-        """Returns the seconds a node takes if the slots in `low` are converted."""
+        """Returns the time of a node with the slots in `low` converted."""
         slots = index.nodes[position].slots
         return self.overheads[position] + sum(self.slots[slot][slot in low] for slot in slots)
 
     def is_known(self, node: IndexedNode) -> bool:
-        """Whether the graph tells the shapes that a node's time depends on."""
+        """Whether the graph has the shapes that a node's time depends on."""
         return node.op in FREE_OPS or not any(slot in self.unshaped for slot in node.slots)
 
 
 def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, list[Edge]]:
-    """Returns the tensors that need a Cast if these slots are low, with the edges that do."""
+    """Returns the tensors that need a Cast if these slots are low, each with its edges."""
     crossing: dict[Tensor, list[Edge]] = {}
     for edge in index.edges:
         if (edge.source in low) != (edge.target in low):
@@ -72,24 +72,24 @@ def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, li
 
 
 def scope_seconds(index: GraphIndex, costs: ScopeCosts, low: Collection[int]) -> float:
-    """Returns what a scope takes, Casts included, if the slots in `low` are converted."""
+    """Returns the time of a scope, Casts included, with the slots in `low` converted."""
     slots = sum(times[slot in low] for slot, times in enumerate(costs.slots))
     casts = sum(costs.casts[tensor] for tensor in crossing_tensors(index, low))
     return sum(costs.overheads) + slots + casts
 
 
 def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCosts:
-    """Estimates what everything in a scope takes on a machine."""
+    """Estimates the times of a scope on a machine."""
     return _Estimate(index, profile, dtype).costs()
 
 
 def counted_shape(shape: Iterable[int | None]) -> Shape:
-    """Returns a shape as it counts, with a number for dimensions that are not known."""
+    """Returns a shape with a number for each unknown dimension."""
     return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
 
 
 def peaks_of(profile: MachineProfile, op: str, kind: str, form: str = "") -> Mapping[str, float]:
-    """Returns the speed of an op in each dtype: of its form, its type or its kind."""
+    """Returns the speed of an op in each dtype: by its form, else its type, else its kind."""
     return profile.ops.get(f"{op} {form}", profile.ops.get(op, profile.peaks[kind]))
 
 
@@ -113,7 +113,7 @@ class _Estimate:
                 self._complete_reshape(position)
 
     def _complete_reshape(self, position: int) -> None:
-        """Fills in the dimension that a Reshape leaves open: it follows from what it is given."""
+        """Fills in the open dimension of a Reshape from the size of its input."""
         given, shape = self._inputs[position].get(0), self._index.shapes.get((position, 0), ())
         if given in self._shapes and shape.count(None) == 1:
             known = math.prod(dim for dim in shape if dim is not None)
@@ -143,7 +143,7 @@ class _Estimate:
         return ScopeCosts(times, casts, overheads, unshaped)
 
     def _size(self, tensors: Iterable[Tensor]) -> float:
-        """How many elements tensors have together; those of unknown rank count nothing."""
+        """Number of elements of tensors; tensors of unknown rank count nothing."""
         shapes = (self._shapes[tensor] for tensor in tensors if tensor in self._shapes)
         return float(sum(map(math.prod, shapes)))
 
@@ -168,35 +168,34 @@ class _Estimate:
         return times
 
     def _arithmetic(self, position: int) -> tuple[str, float]:
-        """The kind of an op's arithmetic and how much of it there is."""
+        """Kind and amount of an op's arithmetic."""
         node = self._index.nodes[position]
         rule = FLOP_RULES.get(node.op)
         if rule is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
             tensors = [t for slot in node.slots for t in (*self._read[slot], *self._written[slot])]
-            kind = "special" if node.op in SPECIAL_OPS else "elementwise"
-            return kind, max((self._size([tensor]) for tensor in tensors), default=0.0)
+            return "elementwise", max((self._size([tensor]) for tensor in tensors), default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         made = {0: self._shapes.get((position, 0))}
         return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
 
     def _form(self, position: int) -> str:
-        """The form of a depthwise convolution's gradient, as its shapes tell it."""
+        """Form of a depthwise convolution's gradient, by its shapes."""
         op, made = self._index.nodes[position].op, self._shapes.get((position, 0), ())
         if op == "DepthwiseConv2dNativeBackpropFilter":
             return WIDE if max(made[:2], default=0) > 3 else ""
         if op == "DepthwiseConv2dNativeBackpropInput":
             shapes = {i: self._shapes.get(t, ()) for i, t in self._inputs[position].items()}
             sizes = zip(made[1:3], shapes[2][1:3], shapes[1], strict=False)
-            # Without strides a filter takes less than its size off.
+            # Without strides an image shrinks by less than the filter's size.
             return STRIDED if any(image >= left + size for image, left, size in sizes) else ""
         return ""
 
     def _elements(self, slot: int, op: str) -> float:
-        """How many elements an op reads and writes in the dtype of a slot."""
+        """Number of elements that an op reads and writes in the dtype of a slot."""
         written = self._size(self._written[slot])
-        # What only moves values reads as much as it writes: a Gather does not read its table.
+        # Ops that move values read as much as they write: a Gather does not read its whole table.
         if op in MOVING_OPS and written:
             return 2 * written
         return written + self._size(self._read[slot])
@@ -208,10 +207,10 @@ class _Estimate:
         return size / self._profile.cast_bandwidth + self._profile.op_overhead
 
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
-        """A Cast of the graph takes what one that is inserted takes, and nothing between equals.
+        """A Cast of the graph costs the same as an inserted one; between equal dtypes it is free.
 
-        The time is counted with the end that can change. One from float32 to float32 has two
-        such ends and is counted as nothing.
+        The time counts with the end that can change. A Cast from float32 to float32 has two such
+        ends and counts as nothing.
         """
         slots = self._index.nodes[position].slots
         dtypes = [self._index.slots[slot].dtype for slot in slots]
@@ -230,17 +229,16 @@ class _Estimate:
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Nodes that take no time to start: a constant and a variable are where they are, and Casts have
-# times of their own.
+# Nodes without overhead: constants and variables stay in place, and Casts have times of their own.
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
-# Ops that hand on the memory they are given, or look at a shape only.
+# Ops that forward their buffer or read only a shape.
 FREE_OPS = op_types("""
     Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
     Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
     Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
     TensorListReserve TensorListSetItem
 """)
-# Ops that move values and compute nothing.
+# Ops that move values without arithmetic.
 MOVING_OPS = op_types("""
     BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace DynamicPartition
     DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
@@ -249,12 +247,6 @@ MOVING_OPS = op_types("""
     TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
     Unpack ZerosLike
 """)
-# Ops that take longer per element than a sum or a product.
-SPECIAL_OPS = op_types("""
-    AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad Elu Erfc FusedBatchNormGradV2
-    FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 Log Log1p LogSoftmax MaxPool
-    MaxPool3D MaxPool3DGrad MaxPoolGrad Selu Sigmoid Softmax Softplus _FusedBatchNormEx
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +254,10 @@ class FlopRule:
     """How the arithmetic of an op is counted.
 
     Attributes:
-        kind: The peak it is held against: "matmul", "conv", "conv_input" or "conv_filter".
-        places: The tensors whose shapes tell it: "i1 o0" for the second input and the first
+        kind: The peak it is held against: "matmul", "conv" or "conv_gradient".
+        places: The tensors with the relevant shapes: "i1 o0" for the second input and the first
             output; "" for all operands of an equation.
-        count: Counts from these shapes and the equation.
+        count: Computes the count from these shapes and the equation.
     """
 
     kind: str
@@ -278,7 +270,7 @@ class FlopRule:
         outputs: Mapping[int, Shape | None],
         equation: str = "",
     ) -> float | None:
-        """Counts the operations of one node; None where a shape that tells it is not known.
+        """Counts the operations of one node.
 
         Args:
             inputs: Shapes by position, control inputs left out.
@@ -286,7 +278,7 @@ class FlopRule:
             equation: An Einsum's equation.
 
         Returns:
-            The number, or None where a shape that tells it is missing, None or wrong.
+            The number, or None where a relevant shape is missing, None or wrong.
         """
         operands = [f"i{number}" for number in range(equation.count(",") + 1)]
         shapes = [
@@ -298,15 +290,15 @@ class FlopRule:
 
 
 def _matmul(shapes: Sequence[Shape], _: str) -> float:
-    """Of matrices m x k, k x n and m x n, transposed or not: the root of mk * kn * mn is mkn."""
+    """For matrices m x k, k x n and m x n, transposed or not: the root of mk * kn * mn is mkn."""
     sizes = [math.prod(shape[-2:]) for shape in shapes]
     return 2 * math.prod(shapes[-1][:-2]) * math.sqrt(math.prod(sizes))
 
 
 def _einsum(shapes: Sequence[Shape], equation: str) -> float | None:
-    """Every combination of indices is multiplied once, for each operand after the first.
+    """One multiplication per combination of indices and per operand after the first.
 
-    None where a shape does not fit the equation, as in a graph that is not valid.
+    None where a shape does not fit the equation, as in an invalid graph.
     """
     sizes: dict[str, int] = {}
     for labels, shape in zip(equation.partition("->")[0].split(","), shapes, strict=False):
@@ -322,7 +314,7 @@ def _einsum(shapes: Sequence[Shape], equation: str) -> float | None:
 
 
 def _convolution(shapes: Sequence[Shape], _: str) -> float:
-    """Of what a filter makes, and the filter; its last dimension is the channels made."""
+    """For the output and the filter, whose last dimension is the output channels."""
     made, weights = shapes
     return 2 * math.prod(made) * math.prod(weights[:-1])
 
@@ -333,7 +325,7 @@ def _depthwise(shapes: Sequence[Shape], _: str) -> float:
 
 
 def _cell(shapes: Sequence[Shape], _: str) -> float:
-    """Of a recurrent cell: every row of the first input meets every weight."""
+    """For a recurrent cell: every row of the first input meets every weight."""
     rows, *weights = shapes
     return 2 * math.prod(rows[:-1]) * sum(map(math.prod, weights))
 
@@ -344,6 +336,7 @@ def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
 
 _DEPTHWISE = "DepthwiseConv2dNative"
 _CONV_GRADIENTS = "Conv2DBackprop{0} Conv2DBackprop{0}V2 Conv3DBackprop{0} Conv3DBackprop{0}V2"
+_BY_INPUT = "i2 i1"  # The shapes that count the gradient of a convolution by its input.
 _CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
 _RULES = {
     "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3": ("matmul", "i0 i1 o0", _matmul),
@@ -351,12 +344,12 @@ _RULES = {
     "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation": ("conv", "o0 i1", _convolution),
     "FusedPadConv2D": ("conv", "o0 i2", _convolution),
     "FusedResizeAndPadConv2D": ("conv", "o0 i3", _convolution),
-    _CONV_GRADIENTS.format("Input"): ("conv_input", "i2 i1", _convolution),
-    _CONV_GRADIENTS.format("Filter"): ("conv_filter", "i2 o0", _convolution),
+    _CONV_GRADIENTS.format("Input"): ("conv_gradient", _BY_INPUT, _convolution),
+    _CONV_GRADIENTS.format("Filter"): ("conv_gradient", "i2 o0", _convolution),
     _DEPTHWISE: ("conv", "o0 i1", _depthwise),
-    f"{_DEPTHWISE}BackpropInput": ("conv_input", "i2 i1", _depthwise),
-    f"{_DEPTHWISE}BackpropFilter": ("conv_filter", "i2 o0", _depthwise),
-    # The gradient of an LSTMBlockCell leaves the matmuls to other ops.
+    f"{_DEPTHWISE}BackpropInput": ("conv_gradient", _BY_INPUT, _depthwise),
+    f"{_DEPTHWISE}BackpropFilter": ("conv_gradient", "i2 o0", _depthwise),
+    # The gradient of an LSTMBlockCell leaves its matmuls to other ops.
     "LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3": ("matmul", "i0 i3", _cell),
     _CUDNN_GRADIENTS: ("matmul", "i0 i3", _cell_gradient),
     "GRUBlockCell": ("matmul", "i0 i2 i3", _cell),
@@ -368,7 +361,7 @@ _RULES = {
 FLOP_RULES = {op: FlopRule(*rule) for ops, rule in _RULES.items() for op in ops.split()}
 
 
-# Sums, whose kernels add up in the dtype of their tensors. Those of FLOP_RULES do so in float32.
+# Sums, whose kernels accumulate in the dtype of their tensors; ops of FLOP_RULES do in float32.
 SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum"})
 
 
@@ -377,7 +370,7 @@ def reduction_depth(
 ) -> int | None:
     """Returns how many values an op adds up for each element of its result.
 
-    None for an op that reduces nothing, or if a shape that is needed is not known. Of a strided
+    None for an op that is not a reduction, or if a relevant shape is unknown. For a strided
     transposed convolution it is an upper bound.
 
     Example:
@@ -389,9 +382,9 @@ def reduction_depth(
         return None
     if op in SUMS and 0 in inputs and output is not None:
         return math.prod(inputs[0]) // math.prod(output)
-    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.kind == "conv_input"):
+    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.places == _BY_INPUT):
         return None
-    if rule.kind == "conv_input":  # A filter ends with the channels in and out.
+    if rule.places == _BY_INPUT:  # A filter ends with the channels in and out.
         return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None
     flops = rule.flops(inputs, {0: output}, equation)
     return None if flops is None or output is None else round(flops / 2 / math.prod(output))

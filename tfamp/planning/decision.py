@@ -1,12 +1,10 @@
 """The decision about a graph: which dtypes change and where Casts go; framework-free.
 
-What must agree, what may be low, what is worth it, the plan: each stage takes what the ones before
-it found and changes nothing.
+Regions, colours, placement, plan: each stage is a pure function of the results of earlier ones.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ class PaintedScope:
         low: Slots that are to be converted, with the reason.
         kept: Slots that need float32 or are cheaper in it, with the reason.
         costs: The time of each part.
-        rounds: How often the scope is run for each run of the graph, as far as loops go.
+        rounds: Estimated number of runs for each run of the graph, by the loops around it.
     """
 
     index: GraphIndex
@@ -133,7 +131,7 @@ def decide(
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
-    """Nodes that need float32 for their place in the graph or for their values."""
+    """Nodes that need float32: normalizations, measured values, and sums of GPU kernels."""
     found: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
         of_scope: dict[int, Reason] = {}
@@ -141,10 +139,24 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
             of_scope.update(statistics(index))
         if use.ranges and use.limits:
             of_scope.update(too_large(index, use.ranges, use.limits))
+        if options.updates != "low":
+            of_scope.update(_added_over_devices(index))
         if options.device == "gpu" and options.updates != "low":
             of_scope.update(_added_up_low(index))
         found.update((offset + position, reason) for position, reason in of_scope.items())
     return found
+
+
+def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
+    """Sums of tensors of several devices: how gradients are all-reduced without collectives."""
+    devices: dict[int, set[str]] = {}
+    for edge in index.edges:
+        target = index.slots[edge.target].node
+        if index.nodes[target].op == "AddN":
+            devices.setdefault(target, set()).add(index.node_of(edge.source).device)
+    for position, found in devices.items():
+        if len(found - {""}) > 1:
+            yield position, Reason("sum", "it adds tensors of several devices")
 
 
 # Sides of the square filters whose depthwise gradients cuDNN computes, one filter a channel.
@@ -152,16 +164,16 @@ _CUDNN_DEPTHWISE = (1, 3, 5, 7)
 
 
 def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
-    """Gradients by depthwise filters that a GPU's own kernel adds up in the low dtype.
+    """Filter gradients of depthwise convolutions that GPUs accumulate in the low dtype.
 
-    It adds groups of pixels to the result atomically: in bfloat16 25 % off over 25,000 pixels.
+    The kernel adds groups of pixels atomically: in bfloat16 it is off by 25 % over 25,000 pixels.
     Source: `core/kernels/depthwise_conv_op_gpu.h` and `core/util/use_cudnn.cc` of TensorFlow.
     """
     for position, node in enumerate(index.nodes):
         if node.op == "DepthwiseConv2dNativeBackpropFilter":
             height, width, _, multiplier = index.shapes.get((position, 0), (None,) * 4)
             if not (height == width and height in _CUDNN_DEPTHWISE and multiplier == 1):
-                text = "a GPU adds its pixels up in the low dtype, as cuDNN has no such filter"
+                text = "a GPU accumulates it in the low dtype, as cuDNN does not support the filter"
                 yield position, Reason("sum", text)
 
 
@@ -201,7 +213,7 @@ def _retypes(scope: PaintedScope) -> Iterator[Retype]:
     index = scope.index
     for number in sorted(scope.low):
         slot = index.slots[number]
-        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.index)
+        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.place)
 
 
 def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
@@ -271,18 +283,16 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
     return Reason("infer", "it is neither between nor behind converted nodes")
 
 
-# ---- A graph joined with the bodies of its loops, as one scope -----------------------------------
+# ---- Joining loops -------------------------------------------------------------------------------
 
-# A loop takes, carries and returns its variables in one dtype each: that of an entry of the loop's
-# attribute, of an argument of its condition and its body, and of a result of its body. All of these
-# are one slot here, so that the passes and the cut decide about a loop variable once, with
-# everything before, in and behind the loop in sight.
+# A loop variable has one dtype: in the loop's attribute, as an argument of its condition and its
+# body, and as a result of its body. All of these are one slot here, so that the passes and the cut
+# decide about a loop variable once, and see the graph before, in and behind the loop.
 #
-# A function that something else calls too is left by itself: its arguments and results keep their
-# dtypes, as those of conditionals do. One of their branches may pass on what it is given, and
-# nobody expects that to be rounded.
+# Functions with other callers are not joined: their arguments and results keep their dtypes, as in
+# conditionals, where a branch may return its argument as it is, which must not be rounded.
 
-# A loop whose number of rounds the graph does not tell counts as this many.
+# Estimated number of iterations of a loop.
 ROUNDS = 32
 
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
@@ -291,7 +301,7 @@ _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient
 
 
 class Link(NamedTuple):
-    """A function that a loop runs.
+    """The function of a loop.
 
     Attributes:
         caller: Position of the scope of the loop.
@@ -313,8 +323,8 @@ class Joined:
         index: All of them: nodes one scope after the other, slots too.
         offsets: For each scope the position in `index` of its first node.
         slots: For each scope the position in `index` of each of its slots.
-        kept: Slots of `index` that stay as they are because of what loops do, with the reason.
-        rounds: For each scope how often it is run, as far as loops make it run more than once.
+        kept: Loop variables, as slots of `index`, that stay float32, with the reason.
+        rounds: For each scope the estimated number of runs, by the loops around it.
     """
 
     scopes: Sequence[GraphIndex]
@@ -325,10 +335,9 @@ class Joined:
     rounds: Sequence[int]
 
     def join_costs(self, costs: Sequence[ScopeCosts], safe: Collection[int]) -> ScopeCosts:
-        """Returns the costs of all scopes as one, with the rounds of loops.
+        """Returns the costs of all scopes as one, multiplied by their numbers of runs.
 
-        If the shape of a slot that may be low, as those in `safe`, is unknown, then so are the
-        costs of its whole scope.
+        If the shape of a slot in `safe` is unknown, the costs of its whole scope are.
         """
         times = [(0.0, 0.0)] * len(self.index.slots)
         casts: dict[Tensor, float] = {}
@@ -362,13 +371,13 @@ def join(
 
     Args:
         scopes: The graph and its functions.
-        colors: Colour of every op type that is on a list: only loops that are "clear" are joined
-            with the functions that they run.
-        weights: Arguments of loops' functions as (function, argument) by which nobody will need
-            gradients: they may be low though they are the same in every iteration.
+        colors: Colour of every op type that is on a list: only "clear" loops are joined with their
+            functions.
+        weights: Invariant arguments of loops' functions, as (function, argument), that may be low,
+            as no gradients by them are needed.
 
     Returns:
-        All scopes as one. A scope that nothing is linked with is in it by itself.
+        All scopes as one; scopes without links are not connected to others.
     """
     links = _links(scopes, colors)
     offsets = list(itertools.accumulate((len(scope.nodes) for scope in scopes), initial=0))
@@ -390,7 +399,7 @@ def join(
 
 
 def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
-    """The functions, by position of their scopes, that one loop runs and nothing else."""
+    """The functions, by position of their scopes, whose only caller is a loop."""
     numbers = {scope.scope: number for number, scope in enumerate(scopes)}
     callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
     links: dict[int, Link] = {}
@@ -403,7 +412,7 @@ def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int,
                 for attr, name in node.calls
                 if name in numbers and callers[name] == 1
             }
-            # All functions of a node or none: they share its slots.
+            # All functions of a loop or none: they share its slots.
             if len(found) == len(node.calls) and all(found.values()):
                 links.update((n, Link(caller, position, slots)) for n, slots in found.items())
     return links
@@ -442,10 +451,10 @@ def _join_indexes(
             calls = () if (number, position) in loops else node.calls
             op = LINK if number in links and node.op in (ARGUMENT, RESULT) else node.op
             nodes.append(node._replace(slots=own, calls=calls, op=op))
-        slots += [dataclasses.replace(slot, node=slot.node + offset) for slot in scope.slots]
+        slots += [slot._replace(node=slot.node + offset) for slot in scope.slots]
         for edge in scope.edges:
-            # A tensor is identified by the node of its slot and its port. An argument's slot is the
-            # caller's, so that its port must be none of the caller's.
+            # A tensor is identified by the node of its slot and its port. An argument has a slot of
+            # the caller's node, and so a port that the caller does not have.
             argument = offset + scope.slots[edge.source].node
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]
@@ -457,7 +466,7 @@ def _join_indexes(
 def _kept(
     body: GraphIndex, places: Sequence[int], weights: Collection[tuple[str, str]]
 ) -> dict[int, Reason]:
-    """Loop variables that stay float32, and the ops that add to them."""
+    """Loop variables that stay float32, and the ops that accumulate them."""
     arguments = [node.slots[0] for node in body.nodes if node.op == ARGUMENT]
     results = [node.slots[0] for node in body.nodes if node.op == RESULT]
     if len(arguments) != len(results):  # the condition of a loop, not its body
@@ -476,7 +485,7 @@ def _kept(
 
 
 def _origins(body: GraphIndex, slot: int) -> list[int]:
-    """The slots that a slot's values come from, past Identity nodes."""
+    """The sources of a slot, past Identity nodes."""
 
     def made(source: int) -> Iterable[int]:
         return body.fanin[source] if body.node_of(source).op == "Identity" else ()

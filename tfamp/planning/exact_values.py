@@ -1,18 +1,18 @@
-"""Which slots stay float32 for the values they hold, whatever their ops; framework-free.
+"""Selects slots that stay float32 for the values they hold, whatever their ops; framework-free.
 
 Four rules, all by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
   returned, is computed in float32 from the last product on: a loss has float32's digits, and
-  probabilities add up to 1. Where a loss subtracts given data from predictions, the product that
-  makes these stays float32 too, as the output layer does under a policy.
+  probabilities sum to 1. If a loss subtracts given data from predictions, the product that computes
+  these stays float32 too, as the output layer does under a policy.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
 - **Masks.** A finite number beyond the range of the low dtype, as -1e9 for masked positions,
-  becomes no infinity: the ops that compute with it stay float32 up to the softmax.
+  does not become infinite: arithmetic with it stays float32 up to the softmax.
 - **Normalizations.** See the second half.
 
-A product is an op of the allow list. The slots found stay as they are and the passes work around
-them; nothing that follows becomes float32 for it, as it would behind a denied op.
+A product is an op of the allow list. The selected slots stay as they are and the passes work around
+them; unlike a denied op, they do not make the nodes behind them float32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS
+from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -38,7 +39,7 @@ from tfamp.planning.structures import (
     reach,
 )
 
-# Slots or nodes in an order, each once.
+# An ordered set of slots or nodes.
 _Ordered: TypeAlias = dict[int, None]
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
@@ -49,11 +50,11 @@ _GIVEN = Reason("data", "it computes with given data, which only products round"
 _SOURCES = op_types("""
     IteratorGetNext IteratorGetNextSync OptionalGetValue Placeholder PlaceholderWithDefault
 """)
-# Ops that choose between values and do not compute new ones.
+# Ops that select or compare values and do not compute new ones.
 CHOICES = op_types("""
     ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
 """)
-# Ops whose results are small for any input.
+# Ops with bounded results.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
 _DIFFERENCES = op_types("SquaredDifference Sub")
@@ -66,11 +67,11 @@ class Ends:
     """Slots of a graph where values come from outside, and where they go.
 
     Attributes:
-        given: Those of placeholders, elements of datasets, and other data.
-        results: Those of float results that are not known to be scalars.
-        scalars: Those of scalars that are returned or stored.
-        unused: Those of scalars that nothing computes with: losses that are differentiated only.
-        stored: Those of larger tensors that are stored: the updates of weights.
+        given: Placeholders, elements of datasets, and other data.
+        results: Float results that are not known to be scalars.
+        scalars: Scalars that are returned or stored.
+        unused: Scalars without consumers: losses that are only differentiated.
+        stored: Larger tensors that are stored: the updates of weights.
     """
 
     given: _Ordered = field(default_factory=dict)
@@ -107,9 +108,10 @@ def ends_of(
             elif is_called and node.op == RESULT:
                 ends.results.update(own)
         for edge in scope.edges:
-            node, is_scalar = scope.node_of(edge.target), scope.shapes.get(scope.tensor(edge)) == ()
-            stores = scope.uses(node, "resource")
-            if is_scalar and (stores or node.op == RESULT):
+            position = scope.slots[edge.target].node
+            is_scalar = scope.shapes.get(scope.tensor(edge)) == ()
+            stores = position in scope.users["resource"]
+            if is_scalar and (stores or scope.nodes[position].op == RESULT):
                 ends.scalars[joined[edge.source]] = None
             elif stores and not is_scalar:
                 ends.stored[joined[edge.source]] = None
@@ -120,7 +122,7 @@ def ends_of(
 
 
 def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars from which no floats that something uses are computed."""
+    """Slots of scalars whose consumers, if any, have no used float results."""
     used = {
         slot.node
         for number, slot in enumerate(scope.slots)
@@ -128,8 +130,9 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
     }
     for (position, port), shape in scope.shapes.items():
         node = scope.nodes[position]
-        # The shape of a handle of a list is not that of the floats in it.
-        if shape == () and port == 0 and not node.calls and not scope.uses(node, "variant"):
+        # A scalar handle of a list may hold larger tensors.
+        is_list = position in scope.users["variant"]
+        if shape == () and port == 0 and not node.calls and not is_list:
             for slot in node.slots:
                 if used.isdisjoint(scope.slots[target].node for target in scope.fanout[slot]):
                     yield slot
@@ -138,7 +141,7 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
 def exact_slots(
     index: GraphIndex, colors: Mapping[str, str], ends: Ends, dtype: str
 ) -> dict[int, Reason]:
-    """Finds the slots that stay float32 for the values they hold, but for normalizations.
+    """Finds the slots that stay float32 for the values they hold, without normalizations.
 
     Args:
         index: A graph, joined with its loops.
@@ -159,34 +162,35 @@ def exact_slots(
 
 
 class _Values:
-    """How the float32 values of a graph go from one slot to the next."""
+    """The flow of float32 values between the slots of a graph."""
 
     def __init__(self, index: GraphIndex, colors: Mapping[str, str]) -> None:
         self._index = index
         self._ops = [index.node_of(slot).op for slot in range(len(index.slots))]
         self._colors = [colors.get(op) for op in self._ops]
+        calls = (bool(index.nodes[slot.node].calls) for slot in index.slots)
+        allowed = (color == "allow" for color in self._colors)
+        self._multiplies = list(map(operator.or_, allowed, calls))
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
         self._sources, self._targets = (
             [[each for each in near if floats[each]] for near in table]
             for table in (index.fanin, index.fanout)
         )
-        nodes = (index.nodes[position] for position in index.producers_first())
+        nodes = (index.nodes[position] for position in index.producers_first)
         self._order = [slot for node in nodes for slot in node.slots if floats[slot]]
-
-    def _multiplies(self, slot: int) -> bool:
-        return self._colors[slot] == "allow" or bool(self._index.node_of(slot).calls)
+        self._has_loops = not _CARRIERS.isdisjoint(self._ops)
 
     def _moves(self, slot: int) -> bool:
         return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
 
     def _may_stay(self, slot: int) -> bool:
-        """Whether a slot could be low and can be kept by itself: no part of a loop or a list."""
+        """Whether a slot could be low and is not part of a loop or a list."""
         op, listed = self._ops[slot], self._colors[slot] in ("infer", "clear")
-        carries = op in _CARRIERS or "TensorList" in op or self._multiplies(slot)
+        carries = op in _CARRIERS or "TensorList" in op or self._multiplies[slot]
         return listed and self._index.slots[slot].can_be_low and not carries
 
     def masked(self, dtype: str) -> dict[int, Reason]:
-        """Slots that numbers beyond the range of a dtype get to, up to a softmax or a product."""
+        """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
         limit = float_format(dtype).max / 2  # Two of them may be added.
         constants = {
             slot
@@ -196,13 +200,13 @@ class _Values:
         }
         if not constants:
             return {}
-        # Whether the values of a slot fit in where it is low: `graph.passes` ends constants that
-        # choices take at the largest value of the dtype.
+        # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
+        # choices to the range of the dtype.
         fits = dict.fromkeys(constants, False)
         found: dict[int, Reason] = {}
         for slot in self._order:
             beyond = [each for each in self._sources[slot] if each in fits]
-            if not beyond or self._multiplies(slot):
+            if not beyond or self._multiplies[slot]:
                 continue
             chosen = self._ops[slot] in CHOICES and all(fits[s] or s in constants for s in beyond)
             passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
@@ -213,17 +217,17 @@ class _Values:
             if self._ops[slot] not in _BOUNDED:
                 fits[slot] = slot not in found
         for slot in reversed(self._order):
-            # In arithmetic behind it, the end of the range is another number.
+            # Arithmetic behind it would compute with the clipped value.
             behind = next((each for each in self._targets[slot] if each in found), None)
             if fits.get(slot) and behind is not None:
                 found[slot] = found[behind]
         return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
 
     def data(self, given: Iterable[int]) -> frozenset[int]:
-        """Slots of given data, as they are, moved, or computed from them and weights only."""
+        """Slots of given data, also moved, or computed from data and weights only."""
         slots, data = self._index.slots, set(given)
         is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
-        # Sizes of tensors are no data: they are in another slot of a Shape.
+        # Sizes of tensors do not count: they are in another slot of a Shape.
         integers = reach(
             (slot for slot in data if is_integer[slot]),
             along(is_integer.__getitem__, self._index.fanout),
@@ -234,7 +238,7 @@ class _Values:
         neutral: set[int] = set()
         for slot in self._order:
             sources = [each for each in self._sources[slot] if each != slot]
-            if slot in data or self._multiplies(slot):
+            if slot in data or self._multiplies[slot]:
                 continue
             if data.isdisjoint(sources):
                 if neutral.issuperset(sources):
@@ -244,17 +248,17 @@ class _Values:
         return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
 
     def computing_with(self, data: Collection[int]) -> Iterable[int]:
-        """Slots of arithmetic on given data, with what moves the data there, up to a softmax."""
+        """Slots of arithmetic on given data, and ops that move the data there, up to a softmax."""
         arithmetic = [
             slot
             for slot in self._order
-            if not self._multiplies(slot)
+            if not self._multiplies[slot]
             and not self._moves(slot)
             and any(source in data for source in self._sources[slot])
         ]
         moved = reach(arithmetic, along(lambda s: s in data and self._moves(s), self._sources))
         softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
-        leading = reach(softmaxes, along(lambda s: not self._multiplies(s), self._sources))
+        leading = reach(softmaxes, along(lambda s: not self._multiplies[s], self._sources))
         mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
         masked = reach(mixing, along(leading.__contains__, self._targets))
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
@@ -268,10 +272,10 @@ class _Values:
         gradients = self._gradients([*ends.scalars, *ends.unused])
         ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
         returned = [slot for slot in ends.results if slot in gradients]
-        # Updates of weights back to the last reduction have a rule of their own.
+        # Updates of weights have their own rule, back to the last reduction.
         updates = reach(
             [*ends.stored, *returned],
-            lambda s: () if self._multiplies(s) or self._ops[s] in REDUCTIONS else self._sources[s],
+            lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
         )
         leads, through = self._ways([*ends.scalars, *ours], updates)
         before = {slot for slot in self._order if leads[slot] & ~through[slot]}
@@ -281,7 +285,7 @@ class _Values:
             for slot in found
             if self._ops[slot] in _DIFFERENCES and any(each in data for each in self._sources[slot])
         )
-        makers = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
+        makers = reach(compared, lambda s: () if self._multiplies[s] else self._sources[s])
         last = (
             s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
         )
@@ -301,7 +305,7 @@ class _Values:
             for each in sources:
                 behind[slot] |= behind[each] | leads[each] & ~through[each]
             is_gradient = False
-            if self._multiplies(slot):
+            if self._multiplies[slot]:
                 operands = functools.reduce(operator.or_, (through[each] for each in sources), 0)
                 is_gradient = bool(behind[slot] & operands & ~leads[slot])
             if is_gradient or not found.isdisjoint(sources):
@@ -309,11 +313,11 @@ class _Values:
         return found
 
     def _ways(self, ends: Iterable[int], without: Collection[int]) -> tuple[list[int], list[int]]:
-        """The ends that each slot leads to, and those it leads to through a product, as bits."""
+        """Bit sets of the ends that each slot leads to, on any path and through a product."""
         own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
         leads, through = ([0] * len(self._ops) for _ in range(2))
         changed = True
-        while changed:  # Loops take more than one round.
+        while changed:
             changed = False
             for slot in reversed(self._order):
                 if slot in without:
@@ -321,24 +325,24 @@ class _Values:
                 every, crossing = own.get(slot, 0), 0
                 for target in self._targets[slot]:
                     every |= leads[target]
-                    crosses = self._multiplies(target) or self._ops[target] in LOOPS
+                    crosses = self._multiplies[target] or self._ops[target] in LOOPS
                     crossing |= leads[target] if crosses else through[target]
                 changed |= (every, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = every, crossing
+            changed &= self._has_loops  # Without them one walk back is enough.
         return leads, through
 
 
 # ---- Normalizations ------------------------------------------------------------------------------
 
-# A normalization is known by what it computes, whatever its nodes are called: a mean, or a sum, of
-# squares of some data, a root of that, and the same data multiplied or divided by the root. So are
-# LayerNormalization, GroupNormalization, RMSNormalization, the unit norm, and the same by hand. A
-# mean that is subtracted before is part of it. A mean by itself is not, nor is a distance, nor the
-# root of one.
+# A normalization is recognized by structure, not by names: a mean or a sum of squares of some data,
+# a root of it, and the same data multiplied or divided by the root. This covers LayerNormalization,
+# GroupNormalization, RMSNormalization, the unit norm, and handwritten ones. A mean that is
+# subtracted before is part of it; a mean alone is not, nor is a distance or its root.
 #
 # Low precision would round the mean before it is subtracted and the root before all values are
-# multiplied by it. Such an error is the same in all values, where those of the values themselves
-# cancel in the sums that follow.
+# multiplied by it: an error common to all values. Rounding errors of single values cancel in later
+# sums; a common error does not.
 
 _ROOTS = op_types("Pow Rsqrt Sqrt")
 _MEANS = op_types("Mean Sum")
@@ -349,7 +353,7 @@ _PASSING_ON = op_types("""
     BroadcastTo EnsureShape ExpandDims Identity PreventGradient Reshape Snapshot Squeeze
     StopGradient StridedSlice Tile Transpose
 """)
-# Ops that make other numbers of data and statistics, element by element.
+# Other elementwise ops on data and statistics.
 _ELEMENTWISE = op_types("""
     Abs ClipByValue Inv Maximum Minimum Neg Reciprocal Relu Select SelectV2
 """)
@@ -358,12 +362,10 @@ _ARITHMETIC_AND_MEANS = _ARITHMETIC | _MEANS
 _GRADIENTS = _ARITHMETIC_AND_MEANS | op_types(
     "AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad StridedSliceGrad"
 )
-# Weights, and what they are multiplied by.
-_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 
 
 def statistics(index: GraphIndex) -> dict[int, Reason]:
-    """Finds the nodes of a scope that make normalized values out of data.
+    """Finds the nodes of a scope that normalize data.
 
     Args:
         index: The scope.
@@ -395,10 +397,8 @@ class _Tensors:
 
     def __init__(self, index: GraphIndex) -> None:
         self._ops = [node.op for node in index.nodes]
-        floats = [
-            [e for e in edges if index.slots[e.source].dtype == FLOAT32] for edges in index.inputs
-        ]
-        self._inputs = [[index.slots[edge.source].node for edge in edges] for edges in floats]
+        sources = ([index.slots[edge.source] for edge in edges] for edges in index.inputs)
+        self._inputs = [[s.node for s in slots if s.dtype == FLOAT32] for slots in sources]
         self._consumers: list[list[int]] = [[] for _ in index.nodes]
         for node, producers in enumerate(self._inputs):
             for producer in producers:
@@ -406,20 +406,20 @@ class _Tensors:
         self._numbers = {
             position
             for position, op in enumerate(self._ops)
-            if op in _STORED and index.shapes.get((position, 0)) == ()
+            if op in STORED and index.shapes.get((position, 0)) == ()
         }
-        self._order = index.producers_first()
-        # Nodes that give weights or constants, or are computed from nothing else. A Cast without a
-        # float input counts elements.
+        self._order = index.producers_first
+        # Weights, constants, and nodes computed from these only. A Cast without a float input is a
+        # number of elements.
         self._stored: set[int] = set()
         for node in self._order:
             op, given = self._ops[node], self._inputs[node]
             computed = op in _ARITHMETIC and self._stored.issuperset(given)
-            if computed if given else op in _STORED or op == "Cast":
+            if computed if given else op in STORED or op == "Cast":
                 self._stored.add(node)
 
     def squared_data(self) -> Iterator[int]:
-        """The data whose squares are added up, without a statistic that is subtracted before."""
+        """Data whose squares are summed, before a statistic is subtracted."""
         for position, op in enumerate(self._ops):
             if op in _MEANS and self._inputs[position]:
                 square = self._past(self._inputs[position][0])
@@ -429,7 +429,7 @@ class _Tensors:
                     yield self._past(self._before_mean(data))
 
     def _past(self, node: int) -> int:
-        """The node whose values a node passes on."""
+        """The node behind ops that only pass its values on."""
         while self._ops[node] in _PASSING_ON and self._inputs[node]:
             node = self._inputs[node][0]
         return node
@@ -441,7 +441,7 @@ class _Tensors:
         return self._ops[node] in _SQUARES and bool(given)
 
     def _before_mean(self, node: int) -> int:
-        """The data of a difference from a statistic of them, else the node itself."""
+        """The data from which a node subtracts their statistic, else the node itself."""
         given = self._inputs[node]
         if self._ops[node] in _DIFFERENCES and len(given) == 2:
             for data, mean in (given, given[::-1]):
@@ -457,7 +457,7 @@ class _Tensors:
         return node != data and data in reach([node], sources)
 
     def normalization_of(self, data: int) -> dict[int, int]:
-        """The nodes that normalize some data, each with the last of them."""
+        """The nodes that normalize some data, each with the last node of the normalization."""
         parts, normalized = self._parts(data)
 
         def before(node: int) -> list[int]:
@@ -468,19 +468,19 @@ class _Tensors:
             ]
 
         found: dict[int, int] = {}
-        for last in reversed(parts):  # Each comes behind the nodes it is computed from.
+        for last in reversed(parts):  # In reversed topological order.
             if last in normalized and self._ops[last] not in _PASSING_ON and last not in found:
                 found.update(dict.fromkeys(reach([last], before), last) | found)
         return found
 
     def _parts(self, data: int) -> tuple[_Ordered, Collection[int]]:
-        """The nodes computed from some data and weights only, and those that give it normalized."""
+        """The nodes computed from some data and weights only; which of them are normalized data."""
         parts: _Ordered = {data: None}
-        # Of the parts: all of it went through a mean; it is made of a mean of squares; of a root of
-        # one; it is the data, scaled by that.
+        # Of the parts: statistics, means of squares and their descendants, descendants of a root of
+        # these, and data scaled by such a root.
         statistic, squared, scale, normalized = (set[int]() for _ in range(4))
         pending = [data]
-        for near in pending:  # It grows meanwhile.
+        for near in pending:  # It grows while it is iterated.
             for node in self._consumers[near]:
                 op, given = self._ops[node], self._inputs[node]
                 own = [each for each in given if each in parts]
@@ -499,7 +499,7 @@ class _Tensors:
                         scale.add(node)
                 elif len(of_data) == 1:
                     scales = op in _SCALING and not scale.isdisjoint(given)
-                    # A gain or a bias of normalized data.
+                    # A gain or a bias applied to normalized data.
                     follows = of_data[0] in normalized and self._numbers.isdisjoint(given)
                     if scales or (follows and op in _SCALING | _SHIFTING | _PASSING_ON):
                         normalized.add(node)

@@ -1,10 +1,10 @@
 """Sets of op types that the op lists are made of; framework-free.
 
-First the lists of TensorFlow's own graph pass, Grappler's `auto_mixed_precision`: those of
+First the lists of TensorFlow's own graph pass, Grappler's `auto_mixed_precision`, in
 TensorFlow 2.19 to 2.21, on a GPU with CUDA 9.1 and cuDNN 8.0 or newer for float16, and of the CPU's
 oneDNN mode for bfloat16. A test compares them with the header of the installed TensorFlow, so these
-names follow TensorFlow. Then the ops that autocast computes in float32 or promotes, beyond the four
-colours. `tfamp.graph.op_lists` makes tfamp's own lists from both.
+names follow TensorFlow. Then, in addition to the four colours, the ops that autocast computes in
+float32 or promotes. `tfamp.graph.op_lists` makes tfamp's own lists from both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ EXTERNAL = op_types("""
     TmlpV2 TmlpV3 VoxelMax
 """)
 
-# Ops that take elements out of a TensorList, and that put them in.
+# Ops whose results are stored, not computed from data: weights and constants.
+STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
+# Ops that read elements of a TensorList, and ops that write them.
 LIST_READERS = op_types("""
     TensorListConcat TensorListConcatV2 TensorListGather TensorListGetItem TensorListPopBack
     TensorListStack
@@ -79,8 +81,8 @@ BFLOAT16_CLEAR = _CLEAR | {"ResizeBilinear", "ScatterNd", "StatelessWhile", "Whi
 
 # ---- Autocast ------------------------------------------------------------------------------------
 
-# Sensitive to rounding or overflow: PyTorch's autocast computes their counterparts in float32. Mean
-# is not on its list: Grappler denies it in float16, and it is a sum first. Square is PyTorch's pow,
+# Sensitive to rounding or overflow. PyTorch's autocast computes their counterparts in float32, but
+# for Mean, which Grappler denies in float16: it sums first. Square is PyTorch's pow,
 # SquaredDifference its mse_loss, Xlogy and Xlog1py its kl_div.
 PRECISE = op_types("""
     Acos Asin Cosh Cumprod Cumsum CumulativeLogsumexp Erfinv EuclideanNorm Exp Expm1 Inv L2Loss
@@ -100,8 +102,8 @@ FLOAT32_KERNELS = op_types("""
     TridiagonalMatMul TridiagonalSolve Zeta
 """)
 
-# Ops that take several tensors of one dtype and compute, join or compare them. Autocast gives those
-# of any other op one dtype too, as TensorFlow would refuse them; these are what programs use.
+# Common ops that compute, join or compare several tensors of one dtype. Autocast promotes the
+# inputs of other such ops too, as TensorFlow would refuse them.
 JOINING = op_types("""
     AccumulateNV2 Add AddN AddV2 ApproximateEqual Atan2 BiasAdd BiasAddV1 ClipByValue Concat
     ConcatV2 Cross Dilation2D Div DivNoNan DynamicStitch Equal FloorDiv FloorMod Greater

@@ -1,8 +1,8 @@
-"""What the caller asks for: how to rewrite graphs, and nodes chosen by name; framework-free.
+"""The caller's options of a rewrite, and the nodes that they select by name; framework-free.
 
-Options are one value that is checked where it is made. Nodes are chosen by fetches, feeds and
-patterns of names. A node of a function has a name for each place that runs the function, too: what
-makes the branches of a conditional part of the layer that the conditional is in.
+Options are one value, checked in its constructor. Fetches, feeds and name patterns select nodes. A
+node of a function also has a name for each caller of the function, so that the branches of a
+conditional belong to the layer of the conditional.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Color = Literal["allow", "infer", "deny", "clear"]
 COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 _ON_ERROR = ("raise", "keep")
-# Ops that accept float32 only, with the successors that do the same and also take low precision.
-# The successors keep the statistics in float32.
+# Ops that accept float32 only, with successors that also accept low precision and keep statistics
+# in float32.
 SUCCESSORS = {
     "FusedBatchNorm": "FusedBatchNormV2",
     "FusedBatchNormGrad": "FusedBatchNormGradV2",
@@ -46,7 +46,7 @@ SUCCESSORS = {
 
 
 class OpColors:
-    """The part of `tfamp.OpLists` that decides about graphs; its changes need TensorFlow."""
+    """The part of `tfamp.OpLists` that decisions need; changes of the lists need TensorFlow."""
 
     allow: frozenset[str]
     infer: frozenset[str]
@@ -59,20 +59,20 @@ class OpColors:
 class RewriteOptions:
     """How to rewrite graphs: the arguments of `tfamp.rewrite`, with the defaults it has.
 
-    What is left open (`op_lists`, `device` and `profile`) depends on the machine;
-    `tfamp.graph.rewrite.resolved` fills it in.
+    Open values (`op_lists`, `device` and `profile`) depend on the machine;
+    `tfamp.graph.rewrite.resolved` fills them in.
 
     Attributes:
-        dtype: The low dtype; "float32" where nothing is to be converted.
-        op_lists: Which ops may be low; tfamp's own for the device if None.
-        keep_float32: Patterns of names of nodes that stay float32.
-        force_low: Patterns of names of nodes that are converted whatever the lists say.
+        dtype: The low dtype; "float32" converts nothing.
+        op_lists: Which ops can be converted; tfamp's lists for the device if None.
+        keep_float32: Name patterns of nodes that stay float32.
+        force_low: Name patterns of nodes that are converted regardless of the lists.
         calibration: A `tfamp.graph.Calibration`, or None.
         placement: "min_cut", "lists" or "fused".
-        device: Kind of device of nodes that are pinned to none.
-        profile: How fast the machine is; "builtin" for fixed figures, None for this machine's.
+        device: Kind of device for nodes without a device.
+        profile: Speed of the machine; "builtin" for fixed figures, None for this machine's.
         on_error: "raise" or "keep".
-        may_miss: Patterns that need not match a node, nor change one.
+        may_miss: Patterns that may match no node.
 
     Raises:
         TypeError, ValueError: A value is wrong; the message names what is allowed.
@@ -102,9 +102,9 @@ class RewriteOptions:
         check_choice("placement", self.placement, PLACEMENTS, hint)
         _check_types(self.op_lists, self.profile)
         for name in ("keep_float32", "force_low"):
-            # The dataclass is frozen for its users; this is where its values are made.
+            # The dataclass is frozen for its users only.
             object.__setattr__(self, name, strings(name, getattr(self, name)))
-        self.patterns  # noqa: B018 -- It raises for what is not a regular expression.
+        self.patterns  # noqa: B018 -- It raises for an invalid regular expression.
 
     @functools.cached_property
     def patterns(self) -> Mapping[str, tuple[re.Pattern[str], ...]]:
@@ -114,19 +114,18 @@ class RewriteOptions:
 
     @functools.cached_property
     def colors(self) -> Mapping[str, Color]:
-        """Colour of every op type that is on a list, or whose successor is; needs `op_lists`."""
+        """Colour of every op type that is on a list or has a successor there; needs `op_lists`."""
         colors = {op: color for color in COLORS for op in getattr(self.op_lists, color)}
         successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
         return successors | colors
 
     @functools.cached_property
     def updates(self) -> Updates:
-        """How far arithmetic on gradients, on its way to variables, may be low; needs `op_lists`.
+        """How far arithmetic on gradients of variables can be converted; needs `op_lists`.
 
-        Only Grappler's own lists, unchanged, give Grappler's result. Elsewhere optimizers compute
-        in float32: with bfloat16 from the last reduction on, as it has float32's range; with
-        float16 from the start, as squares of gradients, and gradients whose loss scale is taken
-        off, vanish.
+        Only Grappler's unchanged lists give Grappler's result. Otherwise optimizers compute in
+        float32: with bfloat16, which has float32's range, from the last reduction on; with float16
+        from the start, as squares of gradients and unscaled gradients underflow.
         """
         theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
         if not self.exact_statistics and all(
@@ -137,36 +136,36 @@ class RewriteOptions:
 
     @property
     def exact_statistics(self) -> bool:
-        """Whether normalizations stay float32, unless they are forced low; needs `op_lists`."""
+        """Whether normalizations stay float32 unless they are forced low; needs `op_lists`."""
         return cast(OpColors, self.op_lists).exact_statistics
 
     @property
     def machine(self) -> MachineProfile:
-        """The profile, once `resolved` has filled it in."""
+        """The profile, after `resolved`."""
         return cast(MachineProfile, self.profile)
 
     def keeping(self, more: Iterable[str]) -> RewriteOptions:
-        """Returns the options with more patterns of nodes that stay float32 and may match none."""
+        """Returns the options with more `keep_float32` patterns, which may match no node."""
         more = tuple(more)
         return dataclasses.replace(
             self, keep_float32=(*self.keep_float32, *more), may_miss=(*self.may_miss, *more)
         )
 
     def for_gradients(self) -> RewriteOptions:
-        """Returns the options for custom gradients, where no pattern need match a node."""
+        """Returns the options for custom gradients, where patterns may match no node."""
         every = (*self.keep_float32, *self.force_low)
         return dataclasses.replace(self, may_miss=every, calibration=None)
 
 
 @dataclass(frozen=True)
 class GraphUse:
-    """The tensors of one graph that are used, and what was measured on it.
+    """The inputs and outputs of one graph, and measurements on it.
 
     Attributes:
         fetches: Names of tensors or operations whose results are used.
-        feeds: Names of tensors that are given a value.
-        ranges: What was measured, if anything was.
-        limits: From where on measured values need float32, unless the caller forces them low.
+        feeds: Names of tensors that are fed.
+        ranges: Measured ranges of its tensors, or None.
+        limits: Bounds of measured values; nodes beyond them stay float32 unless forced low.
 
     Raises:
         TypeError: `fetches` or `feeds` is a string, or holds something else.
@@ -195,7 +194,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str], hint: str = "") 
 
 
 def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns an argument that holds names, which must not be a single string."""
+    """Returns an argument that holds names; a single string is an error."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         kind = "the string " if isinstance(names, str) else ""
         raise TypeError(f"{argument} must be a collection of strings; got {kind}{names!r}.")
@@ -228,24 +227,24 @@ def _check_types(op_lists: Any, profile: Any) -> None:
         )
 
 
-# ---- The nodes that the caller chooses, by name --------------------------------------------------
+# ---- Nodes selected by name ----------------------------------------------------------------------
 
-# Functions that call one another twice have a number of callers that doubles at every level.
+# With functions that call each other twice, the number of callers doubles at every level.
 MOST_CALLERS = 1000
 
 
 def choose_nodes(
     indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
 ) -> tuple[dict[int, Reason], frozenset[int]]:
-    """Returns the nodes of a graph and its functions that the caller chooses.
+    """Returns the nodes of a graph and its functions that the options and the use select.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
-    function also in that name behind the names of its callers, as in "gate/cond/MatMul".
+    function also in that name after the names of its callers, as in "gate/cond/MatMul".
 
     Returns:
-        The nodes that stay float32, those that are fetched or fed among them, with the reason; and
-        the nodes that are converted whatever their op, unless they are also kept. Their positions
-        count through the graph and its functions, one after the other.
+        The nodes that stay float32, including fetched and fed ones, with the reason; and the nodes
+        that are converted whatever their op, unless they are also kept. Positions are consecutive
+        through the graph and then its functions.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
@@ -268,7 +267,7 @@ def choose_nodes(
 
 
 def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
-    """The nodes that are fetched or fed, with the reason."""
+    """The fetched or fed nodes, with the reason."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
     fetched = Reason("fetches", "its result is fetched")
     fed = Reason("feeds", "its value is fed")
@@ -288,8 +287,8 @@ def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
 
 
 def _node_names(indexes: Sequence[GraphIndex]) -> list[list[str]]:
-    """For each node its name, alone and behind those of its callers; no names of arguments."""
-    # A NoOp holds functions and does not run them.
+    """For each node its name, alone and after its callers' names; none for arguments."""
+    # A NoOp holds functions without running them.
     calls = {
         index.scope: [
             (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
@@ -315,20 +314,19 @@ def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> Va
     )
 
 
-# A function, the name of what runs it, and the functions around it.
+# A function, the name of its caller, and the functions around it.
 _Call: TypeAlias = tuple[str, str, frozenset[str]]
 
 
 def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
-    """Returns for each function the names of the nodes that run it, callers of these in front.
+    """Returns for each function the names of the nodes that run it, after their own callers' names.
 
     Args:
-        calls: For each function, and for "", the graph itself, the calls in it: pairs of a node's
-            name and a function that it runs.
+        calls: For each function, and for "", the graph itself, its calls: pairs of a node's name
+            and a function that it runs.
 
     Returns:
-        The first 1,000 names of each function, in the order of the graph. Calls of a function by
-        itself count once.
+        The first 1,000 names of each function, in graph order. Recursive calls count once.
 
     Example:
         >>> caller_names({"": [("gate/cond", "then")], "then": [("while", "body")]})
@@ -349,10 +347,10 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
 
 
 def full_name(caller: str, node: str) -> str:
-    """Returns the name of a node of a function behind that of the node that runs the function.
+    """Returns the name of a node of a function after its caller's name.
 
-    TensorFlow begins the names in a branch with that of the conditional, which was another one
-    before the function that it is in was inlined.
+    In a branch TensorFlow starts names with the name of the conditional, which was different before
+    the function around it was inlined.
 
     Example:
         >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")

@@ -1,9 +1,9 @@
-"""Which of the slots that may be low are worth it, by a minimum cut; framework-free.
+"""Selects the slots that are worth converting, by a minimum cut; framework-free.
 
-Each slot has one of two labels, float32 or low. A placement takes what its nodes take in their
-labels, and one Cast for every tensor that has consumers of the other label than its producer's. Of
-all placements the one of least time is a minimum cut in a graph with the low slots on the side of
-the source: see "Placement" in the README beside this file.
+Each slot has one of two labels, float32 or low. The time of a placement is the time of its nodes in
+their labels, plus one Cast for every tensor whose producer and consumers differ in label. The
+placement of least time is a minimum cut in a graph with the low slots on the source side: see
+"Placement" in the README of `graph`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def place(
 ) -> Painting:
     """Lowers the slots that are worth it.
 
-    Of several placements of least time it is the one with fewest low slots. The passes decide about
-    slots whose shapes the graph does not tell, and about all where the cut gains too little.
+    Of several placements of least time, the one with the fewest low slots is used. The lists decide
+    about slots of unknown shape, and about all slots if the cut gains too little.
 
     Args:
         index: The scope.
-        regions: What its structure demands.
-        painting: What the passes lower.
-        safe: Slots that may be low, Casts left out.
-        costs: What everything takes.
-        least_gain: Seconds the cut must save over what the passes decide.
+        regions: Constraints from its structure.
+        painting: The slots that the lists lower.
+        safe: Slots that can be converted, without Casts.
+        costs: Times of slots and Casts.
+        least_gain: Seconds that the cut must save over the lists' decision.
 
     Returns:
-        The painting with the slots to lower, and why others are left in float32.
+        The painting with the slots to lower, and the reason for the others to stay float32.
     """
     pinned = safe & costs.unshaped
     wanted = {slot for slot, reason in painting.low.items() if reason.rule == "force_low"}
@@ -70,8 +70,8 @@ def place(
     return Painting(reasons, painting.denied, left)
 
 
-# Tail, head, capacity. Vertices are the free slots, `_LOW` and FLOAT32, and some for tensors; a
-# slot that is not free is one with FLOAT32.
+# Tail, head, capacity. Vertices are the free slots, `_LOW`, FLOAT32, and auxiliary ones for
+# tensors; a slot that is not free is merged with FLOAT32.
 Arc: TypeAlias = tuple[Hashable, Hashable, float]
 
 
@@ -81,7 +81,7 @@ def _slot_arcs(
     regions: Regions,
     casts: Mapping[int, Sequence[int]],
 ) -> Iterator[Arc]:
-    """The time of each slot, and slots that must agree."""
+    """Arcs for the time of each slot, and for slots that must agree."""
     for slot in free:
         as_it_is, converted = costs.slots[slot]
         if converted > as_it_is:
@@ -93,15 +93,15 @@ def _slot_arcs(
         for vertex in others:
             yield first, vertex, math.inf
             yield vertex, first, math.inf
-    # A Cast's end is low only if all it is joined to is: else it would round for the others, as it
-    # would for another Cast. Labels go from integers to float32 and back.
+    # An end of a Cast is low only if all slots it is joined to are: otherwise it would round for
+    # the others. The labels pass from integers to float32 and back.
     for slot, ends in casts.items():
         for other in ends:
             yield slot, FLOAT32 if other in casts or other not in free else other, math.inf
 
 
 def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> Iterator[Arc]:
-    """The time of Casts, of which all consumers of a tensor share one."""
+    """Arcs for the time of Casts; all consumers of a tensor share one."""
     consumers: dict[tuple[Tensor, Hashable], dict[Hashable, None]] = {}
     for edge in index.edges:
         source, target = (end if end in free else FLOAT32 for end in (edge.source, edge.target))
@@ -117,30 +117,29 @@ def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> I
             yield up, vertex, math.inf
 
 
-# In residual graphs up to the double of it occurs, which must be less than 2**31.
+# Residual graphs hold up to twice this capacity, which must be less than 2**31.
 _INFINITE = 2**30
-# Capacities are rounded to multiples of this, or of the next power of two with which they fit. The
-# same step for all small graphs, so that rounding does not depend on what else is in one.
+# Capacities are rounded to multiples of this, or of the next power of two that lets them fit. All
+# small graphs share one step, so that rounding does not depend on the rest of a graph.
 _FINEST_STEP = 2.0**-30
 
 
 def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> frozenset[Hashable]:
     """Returns the source side of a cut of least capacity: the one with fewest vertices.
 
-    There is only one such side, so that the result depends neither on the order of edges nor on
-    the algorithm.
+    That side is unique, so the result depends neither on the order of edges nor on the algorithm.
 
     Args:
-        edges: Triples (tail, head, capacity). A cut takes the sum of the edges from its source side
-            to its sink side; none may take an edge of `math.inf`. Parallel edges add up.
-        source: Vertex that is on the source side.
-        sink: Vertex that is on the other.
+        edges: Triples (tail, head, capacity). The capacity of a cut is the sum over the edges from
+            its source side to its sink side, none of them `math.inf`. Parallel edges add up.
+        source: Vertex on the source side.
+        sink: Vertex on the sink side.
 
     Returns:
         The vertices on the source side.
 
     Raises:
-        ValueError: Every cut takes an infinite edge.
+        ValueError: Every cut has an infinite edge.
 
     Example:
         >>> edges = [("a", "b", 3.0), ("b", "c", 1.0), ("c", "d", 3.0)]
@@ -159,13 +158,13 @@ def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> froze
     graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=(len(vertices), len(vertices)))
     finite = np.isfinite(graph.data)
     step = _FINEST_STEP
-    # Rounding adds at most half a step to each.
+    # Rounding adds at most half a step to each capacity.
     while graph.data[finite].sum() / step + finite.sum() >= _INFINITE:
         step *= 2
     graph.data = np.where(finite, np.round(graph.data / step), _INFINITE).astype(np.int32)
     found: Any = maximum_flow(graph, 0, 1)
     if found.flow_value >= _INFINITE:
-        raise ValueError("Every cut between source and sink takes an infinite edge.")
+        raise ValueError("Every cut between source and sink has an infinite edge.")
     residual = csr_matrix(graph - found.flow)
     residual.eliminate_zeros()
     reached = breadth_first_order(residual, 0, return_predecessors=False)

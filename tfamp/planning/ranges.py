@@ -1,12 +1,11 @@
-"""Which nodes must stay float32 because of values that were measured; framework-free.
+"""Selects the nodes that stay float32 because of measured values; framework-free.
 
 `calibration` measures, this module decides. A tensor that exceeds a limit must not exist in low
-precision anywhere: rounding it loses digits that matter, or makes it infinite. So both its ends
-stay float32, the node that makes it and every node that takes it. If only its maker did, the Cast
-before its consumer would do the damage.
+precision anywhere: rounding it loses digits, or makes it infinite. So its producer and all its
+consumers stay float32; with a float32 producer alone, the Cast before a consumer would round.
 
-A node is judged by the tensors that would change with it. The statistics of a `FusedBatchNormV3`
-may be as large as they like: they are float32 whatever becomes of the images.
+Only tensors whose dtype would change with the node count. The statistics of a `FusedBatchNormV3`
+may have any size: they are float32 in any case.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
+from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, Tensor, op_types, reach
 
 RULE = "calibration"
@@ -26,8 +26,6 @@ RULE = "calibration"
 TensorKey: TypeAlias = tuple[str, str, int]
 
 _DATA_MAX = {"float16": 512.0, "bfloat16": math.inf}
-# Their results are as stored, not computed from data.
-_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 _PASSING_ON = op_types("""
     Enter ExpandDims Identity Reshape Snapshot Squeeze StopGradient Transpose
 """)
@@ -35,16 +33,16 @@ _PASSING_ON = op_types("""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From where on a value, a constant or a sum needs float32; `math.inf` switches a rule off.
+    """Largest values and deepest sums in low precision; `math.inf` switches a rule off.
 
     Attributes:
-        data_max: Largest magnitude of a value that depends on data, with a margin for data that
-            was not measured.
-        constant_max: Largest magnitude of a constant or a variable. What is stored is rounded
-            once and is the same for all data: it needs no margin.
-        sum_depth: Number of values added up for each result, in ops that add up in the dtype of
+        data_max: Largest magnitude of a value that depends on data, with a margin for unmeasured
+            data.
+        constant_max: Largest magnitude of a constant or a variable. Stored values are rounded once
+            and do not depend on data: no margin.
+        sum_depth: Number of values summed for each result, in ops that accumulate in the dtype of
             their tensors, such as Sum and BiasAddGrad.
-        matmul_depth: The same for matmuls and convolutions, which add up in float32.
+        matmul_depth: The same for matmuls and convolutions, which accumulate in float32.
     """
 
     data_max: float
@@ -56,15 +54,14 @@ class Limits:
     def default(dtype: str) -> Limits:
         """Returns the limits of a dtype.
 
-        `data_max` is 512 for float16, where values from there on are 0.5 apart and 65504 is not
-        far. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
+        `data_max` is 512 for float16, where larger values are at least 0.5 apart and close to
+        65504. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
         maximum.
 
-        A sum of equal terms stops growing after 2 / eps of them when it is kept in the dtype: after
-        2048 in float16, after 256 in bfloat16. Measured on TensorFlow 2.21's CPU kernels, that is
-        what Sum over the first axis, Mean and Cumsum do in float16 and BiasAddGrad in bfloat16,
-        while all matmuls and convolutions get 8192 ones right: they add up in float32, as
-        TensorFlow has them do on GPUs, and have no limit.
+        A sum of equal terms that is accumulated in the dtype stops growing after 2 / eps terms:
+        2048 in float16, 256 in bfloat16. Of TensorFlow 2.21's CPU kernels, Sum over the first axis,
+        Mean and Cumsum do so in float16, and BiasAddGrad in bfloat16. Matmuls and convolutions sum
+        8192 ones correctly: they accumulate in float32, as on GPUs, and have no limit.
 
         Args:
             dtype: "float16" or "bfloat16".
@@ -85,10 +82,10 @@ class TensorRange:
     """Range of a float32 tensor's values.
 
     Attributes:
-        max_abs: Largest magnitude; `math.inf` if a value was infinite. An execution that had a NaN
-            is left out.
+        max_abs: Largest magnitude; `math.inf` if a value was infinite. Executions with a NaN are
+            left out.
         nonfinite: Whether a value was infinite or NaN.
-        shape: Its shape, the largest if it varied; None if it is not known.
+        shape: Its shape, the largest if it varied; None if unknown.
     """
 
     max_abs: float
@@ -115,13 +112,13 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 
     Args:
         index: The scope.
-        ranges: The measured tensors. One that is not in it was never computed; only of constants
-            the values are known then.
-        limits: From where on float32 is needed.
+        ranges: The measured tensors. Others were never computed; the values of constants are known
+            anyway.
+        limits: The limits.
 
     Returns:
-        Positions of nodes with the reason, which holds the number. Left out are nodes that stay
-        float32 anyway: sources, calls, and those without a kernel.
+        Positions of nodes with the reason, which holds the number. Nodes that stay float32 anyway
+        are left out: sources, calls, and nodes without a kernel.
     """
     stored, left_out = _stored_nodes(index), _fixed_nodes(index)
     seen = _measured(index, ranges)
@@ -150,7 +147,7 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 
 
 def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
-    """The ranges of a scope's tensors; of constants also in branches that never ran."""
+    """The ranges of a scope's tensors; constants also in branches that never ran."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
     constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
     return constants | {
@@ -161,7 +158,7 @@ def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
 
 
 def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
-    """Both ends of each edge that could be converted, with the tensor."""
+    """Nodes at both ends of each edge that could be converted, with the tensor."""
     for edge in index.edges:
         if index.slots[edge.source].dtype == FLOAT32:
             for slot in (index.slots[edge.source], index.slots[edge.target]):
@@ -170,7 +167,7 @@ def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
 
 
 def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
-    """Nodes whose dtypes the structure fixes, which is the better reason: sources, calls."""
+    """Nodes with dtypes that the structure fixes, which is the better reason: sources, calls."""
     return frozenset(
         position
         for position, node in enumerate(index.nodes)
@@ -181,13 +178,13 @@ def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
 
 
 def _stored_nodes(index: GraphIndex) -> frozenset[int]:
-    """Nodes that give a constant or a variable, as it is or in another shape."""
+    """Nodes that return a constant or a variable, possibly reshaped."""
     passing = defaultdict[int, list[int]](list)
     for edge in index.edges:
         source, target = index.slots[edge.source].node, index.slots[edge.target].node
         if edge.input == 0 and index.nodes[target].op in _PASSING_ON:
             passing[source].append(target)
-    roots = (i for i, node in enumerate(index.nodes) if node.op in _STORED)
+    roots = (i for i, node in enumerate(index.nodes) if node.op in STORED)
     return frozenset(reach(roots, lambda node: passing[node]))
 
 
@@ -201,7 +198,7 @@ def _judge(found: TensorRange, name: str, limit: float, where: str) -> tuple[flo
 
 
 def _depths(index: GraphIndex, ranges: Mapping[Tensor, TensorRange]) -> Iterator[tuple[int, int]]:
-    """Number of values that nodes add up for each result, by the measured shapes."""
+    """Number of values that nodes sum for each result, by the measured shapes."""
     shapes = {tensor: each.shape for tensor, each in ranges.items() if each.shape is not None}
     inputs = defaultdict[int, dict[int, Shape]](dict)
     for edge in index.edges:

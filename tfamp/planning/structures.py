@@ -1,4 +1,4 @@
-"""What the stages of the rewrite hand to each other: values without protobuf; framework-free.
+"""Values that the stages of the rewrite pass on, without protobuf; framework-free.
 
 A graph and every function of its library are a *scope* each. Nodes and type slots of a scope are
 integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -27,22 +28,22 @@ MAIN_GRAPH = ""
 
 
 def op_types(names: str) -> frozenset[str]:
-    """A set of op types, from a text with their names."""
+    """Returns a set of op types from a text with their names."""
     return frozenset(names.split())
 
 
 # Ops that run functions of the library as parts of a graph.
 LOOPS = frozenset({"StatelessWhile", "While"})
 BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
-# Ops that no node can have, of nodes that stand for a function's arguments and results, and for
-# what a loop's function takes and gives where `planning.decision` has joined it with its caller.
+# Pseudo-ops for a function's arguments and results, and for the arguments and results of a loop's
+# function that `planning.decision` joined with its caller.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
 LINK = "<link>"
 
 
 class Reason(str):
-    """Why a slot has its dtype: a text for people, with the names involved, and a rule.
+    """The reason for a slot's dtype: a text with the names involved, and a rule.
 
     Args:
         rule: Short name of the rule that decided, such as "allow" or "no kernel".
@@ -58,7 +59,7 @@ class Reason(str):
     rule: str
 
     def __new__(cls, rule: str, text: str) -> Reason:
-        """Makes a text that knows its rule."""
+        """Makes a text with a rule."""
         reason = super().__new__(cls, text)
         reason.rule = rule
         return reason
@@ -72,34 +73,33 @@ class Reason(str):
         return str(self)
 
 
-@dataclass(frozen=True, slots=True)
-class TypeSlot:
+class TypeSlot(NamedTuple):
     """One place of a node that holds a dtype: all tensors that use it have that dtype.
 
     Attributes:
         node: The node's position in its index.
         attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
-        index: Position in the attribute where that is a list of dtypes, else None.
+        place: Position in the attribute where that is a list of dtypes, else None.
         dtype: The dtype in the graph as it is.
         can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
     """
 
     node: int
     attr: str
-    index: int | None
+    place: int | None
     dtype: str
     can_be_low: bool
 
 
 class Edge(NamedTuple):
-    """A tensor on its way from a node to one input of another.
+    """A tensor as an input of one consumer.
 
     Attributes:
-        source: Slot that gives the tensor's dtype where it is made.
-        target: Slot that gives the dtype its consumer expects.
+        source: Slot with the tensor's dtype at its producer.
+        target: Slot with the dtype that its consumer expects.
         port: Which output of the producer it is.
         input: Which input of the consumer it is, control inputs not counted.
-        tensor: The tensor's name, as the consumer spells it.
+        tensor: The tensor's name.
     """
 
     source: int
@@ -116,11 +116,11 @@ class IndexedNode(NamedTuple):
         name: Its name.
         op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
         device: The device it is pinned to, as the graph spells it, or "".
-        calls: The functions of the library that it runs, as While and If do: pairs of attribute and
-            name, by attribute; the attribute is "" where the op itself is the function.
+        calls: The functions of the library that it calls, as While and If do: pairs of attribute
+            and name, by attribute; the attribute is "" where the op itself is the function.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
-        equation: That of an Einsum, which tells its FLOPs; "" for other ops.
+        equation: The equation of an Einsum, for its FLOPs; "" for other ops.
     """
 
     name: str
@@ -141,10 +141,9 @@ class GraphIndex:
         nodes: Its nodes in graph order; a function's arguments come first, its results last.
         slots: The type slots of all nodes.
         edges: All edges but control edges, which no rewrite touches.
-        shapes: Shape of a tensor, by its producer's position and output port, with None for a
-            dimension that is not known; a tensor of which not even the number of dimensions is
-            known is left out.
-        largest: Largest magnitude of what is finite in a float32 constant, by its position.
+        shapes: Shape of a tensor, by its producer's position and output port, with None for an
+            unknown dimension. Tensors of unknown rank are left out.
+        largest: Largest finite magnitude in a float32 constant, by its position.
     """
 
     scope: str
@@ -179,7 +178,7 @@ class GraphIndex:
         return tuple(tuple(dict.fromkeys(each)) for each in found)
 
     def size(self, tensor: Tensor) -> int | None:
-        """Returns a tensor's number of elements; None where the graph does not tell it."""
+        """Returns a tensor's number of elements; None if its shape is unknown."""
         shape = self.shapes.get(tensor, (None,))
         known = [dimension for dimension in shape if dimension is not None]
         return math.prod(known) if len(known) == len(shape) else None
@@ -188,20 +187,26 @@ class GraphIndex:
         """Returns the node a slot belongs to."""
         return self.nodes[self.slots[slot].node]
 
-    def uses(self, node: IndexedNode, dtype: str) -> bool:
-        """Whether a node takes or makes tensors of a dtype."""
-        return any(self.slots[slot].dtype == dtype for slot in node.slots)
+    @functools.cached_property
+    def users(self) -> Mapping[str, set[int]]:
+        """For each dtype the nodes that take or make tensors of it, by position."""
+        found = defaultdict[str, set[int]](set)
+        for node, slots in enumerate(each.slots for each in self.nodes):
+            for slot in slots:
+                found[self.slots[slot].dtype].add(node)
+        return found
 
     def cast_ends(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yields the float32 slots of Casts with those next to them, where there are any."""
+        """Yields the float32 slots of Casts with their neighbours, if there are any."""
         for slot, found in enumerate(self.slots):
             if found.dtype == FLOAT32 and self.nodes[found.node].op == "Cast":
                 ends = (self.fanout if found.attr == "DstT" else self.fanin)[slot]
                 if ends:
                     yield slot, ends
 
+    @functools.cached_property
     def producers_first(self) -> list[int]:
-        """Returns the positions of the nodes, each behind those it takes tensors from."""
+        """The positions of the nodes in topological order."""
         return producers_first(
             range(len(self.nodes)),
             lambda node: (
@@ -216,13 +221,13 @@ class GraphIndex:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """What the structure of a scope demands of its slots.
+    """Constraints on slots by the structure of a scope.
 
     Attributes:
         fixed: Slots that must not change, with the reason.
         lists: Groups of float32 slots that hold elements of the same TensorLists.
         unsafe: Slots of groups that must stay float32, with the reason.
-        implied: Pairs (slot, slot): values go from the first to the second through a TensorList.
+        implied: Pairs (slot, slot): values flow from the first to the second through a TensorList.
         loops: Each NextIteration slot, followed by the Merge slots it feeds.
     """
 
@@ -274,11 +279,11 @@ class CastSite:
         tensor: Name of the tensor that is cast.
         from_: Its dtype.
         to: The dtype it is cast to.
-        bytes: Bytes read and written for it; None where the graph does not tell the shape.
+        bytes: Bytes it reads and writes; None if the shape is unknown.
         name: Name of the new node.
         producer: Name of the node that makes the tensor.
         device: Device of the new node: the producer's.
-        consumers: Pairs (node name, position of the input) that take the cast tensor.
+        consumers: Pairs (node name, position of the input) that take its result.
     """
 
     scope: str
@@ -294,7 +299,7 @@ class CastSite:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What becomes of a node that computes with floats.
+    """The decision about a node that computes with floats.
 
     Attributes:
         scope: The function it is in; "" for the graph itself.
@@ -302,9 +307,9 @@ class NodePlan:
         op: Its op type.
         dtype: Name of the dtype it computes in after the rewrite.
         reason: Why.
-        cost: Its time in seconds; None where the graph does not tell the shapes.
-        inputs: Names of the nodes and arguments of the scope it takes tensors from, each once, in
-            the order of its inputs; also those that do not compute with floats.
+        cost: Its estimated time in seconds; None if shapes are unknown.
+        inputs: Names of its producers in the scope, each once, in the order of its inputs, also
+            without floats.
     """
 
     scope: str
@@ -325,10 +330,10 @@ class RewriteSummary:
         low_nodes: Number of these that are in the low dtype after the rewrite.
         retyped_nodes: Number of these that the rewrite changes.
         casts: Number of Casts inserted.
-        cast_bytes: Bytes these read and write, as far as the graph tells the shapes.
+        cast_bytes: Bytes these read and write, as far as shapes are known.
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
-        estimated_speed_up: Estimated time before over that after, each function run once; None
-            where the graph does not tell the shapes.
+        estimated_speed_up: Ratio of the estimated times before and after, each function run once;
+            None if shapes are unknown.
     """
 
     nodes: int
@@ -370,7 +375,7 @@ class RewritePlan:
     summary: RewriteSummary
 
     def to_text(self) -> str:
-        """Returns the plan as a table for people: nodes, Casts, totals."""
+        """Returns the plan as a text table: nodes, Casts, totals."""
         return plan_text(self._as_dict())
 
     def to_json(self) -> str:
@@ -378,11 +383,11 @@ class RewritePlan:
         return json.dumps(self._as_dict(), indent=1)
 
     def to_html(self) -> str:
-        """Returns the plan as a page to look at: one HTML document that opens without a network.
+        """Returns the plan as a self-contained HTML page.
 
-        It has tables of all nodes, Casts and rules, to filter and sort, and the details of the one
-        that is chosen. Write it to a file and open that in a browser. The same plan gives the same
-        text. `to_model_explorer` draws the graph.
+        It has tables of all nodes, Casts and rules, to filter and sort, and the details of the
+        selected one. Write it to a file and open that in a browser. Equal plans give equal text.
+        `to_model_explorer` draws the graph.
 
         Returns:
             The document. In its element with the id "plan" is the JSON of `to_json`.
@@ -401,7 +406,7 @@ class RewritePlan:
     def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
         """Writes the graph, with dtypes, reasons and Casts, for Google's Model Explorer.
 
-        That draws graphs of tens of thousands of nodes, folds layers, and shows attributes:
+        It draws graphs of tens of thousands of nodes, folds layers, and shows attributes:
         `pip install "tfamp[explorer]"`, then `model-explorer plan.json`.
 
         Args:
@@ -450,7 +455,7 @@ def _cast_dict(cast: CastSite) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RewriteResult:
-    """What a rewrite returns.
+    """The result of a rewrite.
 
     Attributes:
         graph_def: The rewritten graph, a new `tf.compat.v1.GraphDef`.
@@ -482,13 +487,13 @@ def free_name(name: str, taken: Container[str]) -> str:
 
 
 def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K, K]:
-    """Returns what can be reached from roots, the nearest first, with what it was reached from.
+    """Returns the keys that can be reached from roots, breadth first, each with its predecessor.
 
     A root, reached from itself, comes first.
     """
     found = {root: root for root in roots}
     pending = list(found)
-    for near in pending:  # It grows meanwhile.
+    for near in pending:  # It grows while it is iterated.
         for each in neighbours(near):
             if each not in found:
                 found[each] = near
@@ -499,19 +504,19 @@ def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K,
 def along(
     enters: Callable[[int], bool], *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
-    """The neighbours of a slot, by some tables, that may be entered; for `reach`."""
+    """Returns a neighbour function for `reach`: those in some tables that may be entered."""
     return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
 
 
 def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> list[K]:
-    """Returns keys in an order in which each follows its sources, as given as far as possible."""
+    """Returns keys in topological order, otherwise as given."""
     pending = list(keys)[::-1]
     known = set(pending)
     ordered: dict[K, None] = {}
     started: set[K] = set()
     while pending:
         key = pending[-1]
-        # Of one that is started the sources are done, or it is in a loop of TensorFlow 1.
+        # The sources of a started key are done, or it is in a loop of TensorFlow 1.
         near = () if key in started else list(sources(key))[::-1]
         started.add(key)
         waits = [each for each in near if each in known and each not in started]

@@ -1,1 +1,1 @@
-"""What people read: plans, tables and pages, made of plain data."""
+"""Plans, tables and pages for people, made from plain data."""

@@ -1,8 +1,7 @@
-"""A plan's plain data -> one HTML page, text, or a graph for Model Explorer; framework-free.
+"""Renders a plan's plain data as an HTML page, text, or a graph for Model Explorer; framework-free.
 
-The page is made of the files in `plan_page_assets`: a skeleton, a style sheet and a script in
-parts. The script makes the tables in the browser from the plan's JSON, which the page holds once,
-with nothing derived from it.
+The page consists of the files in `plan_page_assets`: a skeleton, a style sheet and the parts of a
+script. The script makes the tables in the browser from the plan's JSON, which the page holds once.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
 _ASSETS = "reports/plan_page_assets"
-# In the order in which they build on one another.
+# Each part uses those before it.
 _SCRIPTS = ("model.js", "tables.js", "main.js")
 # Background and border in Model Explorer, as on the page.
 _LOW = {"backgroundColor": "#d3e8f6", "borderColor": "#0072b2"}
 _FLOAT32 = {"backgroundColor": "#fdebc8", "borderColor": "#c77f00"}
 _GIVEN = {"backgroundColor": "#d2efe5", "borderColor": "#00805d"}
 _CAST = {"backgroundColor": "#f3e6fa", "borderColor": "#7b3fa0"}
-# So many nodes without a name scope that differ in a number only, as updates of weights, fold.
+# So many nodes without a name scope whose names differ only in a number are folded.
 _SERIES = 8
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
-    """Returns a self-contained page that shows a plan, given as JSON has it; it loads nothing.
+    """Returns a self-contained page of a plan, which is given in the structure of its JSON.
 
     Example:
         >>> summary = {"nodes": 0, "low_nodes": 0, "casts": 0}
@@ -43,7 +42,7 @@ def render_page(plan: Mapping[str, Any]) -> str:
     scripts = "\n".join(_asset(name) for name in _SCRIPTS)
     style = _asset("style.css")
     script = f'(() => {{\n"use strict";\n{scripts}}})();\n'
-    # What the page allows its browser: its style sheet and script by hash, nothing else.
+    # Content security policy: only this style sheet and script, by hash.
     rules = "default-src 'none'", f"style-src {_hash(style)}", f"script-src {_hash(script)}"
     parts = {
         "policy": "; ".join(rules),
@@ -51,11 +50,8 @@ def render_page(plan: Mapping[str, Any]) -> str:
         "plan": _embeddable(plan),
         "script": script,
     }
-    # The skeleton has the parts' names between "@@". It is split before parts are put in, so that
-    # nothing in a part is taken for a placeholder.
-    pieces = _asset("page.html").split("@@")
-    pieces[1::2] = [parts[name] for name in pieces[1::2]]
-    return "".join(pieces)
+    # One pass over the skeleton, so that no text in a part is taken for a placeholder.
+    return re.sub("@@(.*?)@@", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
@@ -63,8 +59,8 @@ def _asset(name: str) -> str:
 
 
 def _embeddable(plan: Mapping[str, Any]) -> str:
-    # Names come from whoever made the graph. Within a script element only "<" could end the element
-    # or start a comment; as an escape in a JSON string it is the same character.
+    # Names in the graph are untrusted. Within a script element only "<" could end the element or
+    # start a comment; escaped in a JSON string it is the same character.
     text = json.dumps(plan, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -75,7 +71,7 @@ def _hash(text: str) -> str:
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """Returns the plan as a table for people: nodes, Casts, totals."""
+    """Returns the plan as text: tables of nodes and Casts, and totals."""
     lines = table_lines([_NODE_HEAD, *_node_rows(plan)])
     if plan["casts"]:
         lines += ["", *table_lines([_CAST_HEAD, *_cast_rows(plan)])]
@@ -83,7 +79,7 @@ def plan_text(plan: Mapping[str, Any]) -> str:
 
 
 def plan_fragment(plan: Mapping[str, Any]) -> str:
-    """Returns the plan as a notebook shows it: totals, op types, and all of it to unfold."""
+    """Returns the plan as notebooks show it: totals, op types, and foldable tables of the rest."""
     total = Counter(node["op"] for node in plan["nodes"])
     low = Counter(node["op"] for node in plan["nodes"] if node["dtype"] == plan["dtype"])
     gain = plan["summary"]["estimated_speed_up"]
@@ -145,10 +141,10 @@ def _place(scope: str, name: str) -> str:
 
 
 def explorer_graphs(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the graph, and each function as a graph of its own, with Casts as nodes.
+    """Returns the graph, and each function as a separate graph, with Casts as nodes.
 
     The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a namespace,
-    by which layers fold, edges, attributes and colours. Writing it does not need the package.
+    by which layers fold, edges, attributes and colours. The package is not needed to write it.
 
     Example:
         >>> node = {"scope": "", "name": "dense/MatMul", "op": "MatMul", "dtype": "bfloat16"}
@@ -212,7 +208,7 @@ def _cast(cast: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 def _shown(
     name: str, label: str, place: str, attributes: Mapping[str, str], style: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns a node of the viewer, in the name scope of `place`."""
+    """Returns a node for the viewer, in the name scope of `place`."""
     return {
         "id": name,
         "label": label,

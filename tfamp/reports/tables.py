@@ -1,8 +1,7 @@
-"""Facts and tables of text, as aligned lines or as HTML that a notebook shows for a value.
+"""Facts and tables as aligned text, or as HTML for notebooks.
 
-`fragment` makes what `_repr_html_` returns: one element with its style sheet, no script, nothing
-loaded from anywhere. Colours are the notebook's own and shades of grey between, so that it is light
-on light pages and dark on dark ones.
+`fragment` makes the result of `_repr_html_`: one element with its style sheet, without scripts or
+external resources. Its colours are inherited or transparent, to suit light and dark notebooks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from html import escape
 
 from tfamp.core.dtypes import LOW_PRECISION
 
-# More rows than anyone reads make a notebook slow, and its file large.
+# Limit of rows: long tables make a notebook slow and its file large.
 MOST_ROWS = 200
 
 _STYLE = """
@@ -31,7 +30,7 @@ border-bottom:1px solid rgba(128,128,128,.35);background:none;color:inherit;font
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
-    """Returns a line for each row; cells are aligned left, after the first `left` columns right."""
+    """Returns a line for each row: the first `left` columns, by default all, aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     count = len(widths) if left is None else left
     align = [str.ljust] * count + [str.rjust] * (len(widths) - count)
@@ -44,7 +43,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, left: int | None = None) -> li
 
 
 def fragment(title: str, *parts: str) -> str:
-    """Returns the whole: a title over what the other functions here returned."""
+    """Returns a title over parts that the other functions returned."""
     inside = "\n".join([f'<div class="title">{escape(title)}</div>', *parts])
     return f'<div class="tfamp"><style>{_STYLE}</style>\n{inside}\n</div>'
 
@@ -61,9 +60,9 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | None = None, rest: str = ""
 ) -> str:
-    """Returns a table of at most 200 rows; cells after the first `left` columns are numbers.
+    """Returns a table of at most 200 rows; columns after the first `left` are numbers.
 
-    `rest` says where the rows are that are left out.
+    `rest` is where to find the omitted rows.
     """
     count = len(head) if left is None else left
     lines = [_row("th", head, count), *(_row("td", row, count) for row in rows[:MOST_ROWS])]
@@ -88,5 +87,5 @@ def lines_of(texts: Iterable[str]) -> str:
 
 
 def folded(title: str, inside: str) -> str:
-    """Returns something that is shown when its title is clicked."""
+    """Returns an element that is shown when its title is clicked."""
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"

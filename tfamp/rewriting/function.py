@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
+from tfamp.core.options import warn_of_unknown_variables
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -26,7 +27,7 @@ from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
-    "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
+    "traced, so nothing is rewritten. In eager mode `tfamp.autocast` casts op by op."
 )
 
 
@@ -45,32 +46,33 @@ def rewrite(
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
 
-    Each time it is traced, the whole graph is rewritten: what a train step does inside, the tape
-    and the optimizer included, is decided as one. It is called like `fn`, from Python, from other
-    `tf.function`s and under a `tf.GradientTape`. Arguments, results and variables keep their
-    dtypes.
+    Each trace is rewritten as a whole graph, a train step with its tape and its optimizer. On
+    several replicas, rewrite the function that calls `strategy.run`. The result is called like
+    `fn`, from Python, from other `tf.function`s and under a `tf.GradientTape`. Arguments, results
+    and variables keep their dtypes.
 
     Args:
         fn: A `tf.function`, a concrete function, a Keras model or a Python function, which is
             traced as by `tf.function`. Without it a decorator is returned.
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
-            what this machine multiplies natively, where it does: else the function stays float32,
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" for
+            the one this machine multiplies natively. If there is none, the function stays float32,
             with a `NothingConvertedWarning`.
-        op_lists: Which ops may be low; `OpLists.default(dtype, device)` of this machine's if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
-            branches, loops and functions that stay calls have the name of their caller in front
-            too, as in "gate/cond/MatMul".
-        force_low: The same: these compute in low precision wherever the op has a kernel for it.
+        op_lists: Which ops can be converted; None for `OpLists.default(dtype, device)`.
+        keep_float32: Regular expressions, searched for in node names: matching nodes stay float32.
+            Nodes of branches, loops and functions that stay calls are prefixed with the name of
+            their caller, as in "gate/cond/MatMul".
+        force_low: Regular expressions too: matching nodes are converted wherever the op has a
+            low-precision kernel.
         calibration: Data to run the float32 function on at its first trace: an iterable of calls,
             each a tuple of arguments, a dict of keyword arguments or the single argument; or a
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
-            Variables are as before afterwards.
-        placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
-            this machine, by estimated times. "fused": as "min_cut", and XLA compiles the
-            elementwise arithmetic between products and convolutions. "lists": the lists decide
-            alone. Which is the fastest, `tfamp.tune` measures.
-        profile: The times that min_cut uses: a `tfamp.graph.MachineProfile`, "builtin" for fixed
-            figures, or None for this machine's, measured in 2 s once and cached; see
+            Variables are restored afterwards.
+        placement: "min_cut": the lists decide which ops can be converted, and a minimum cut over
+            estimated times which conversions pay on this machine. "fused": the same, and XLA
+            compiles the elementwise ops between products and convolutions. "lists": the lists
+            alone decide. `tfamp.tune` measures which one is the fastest.
+        profile: Speeds for the minimum cut: a `tfamp.graph.MachineProfile`, "builtin" for fixed
+            figures, or None for this machine's, measured once (2 s) and cached; see
             `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
@@ -96,6 +98,7 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
+    warn_of_unknown_variables()
     options = RewriteOptions(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
@@ -135,7 +138,7 @@ def _low_dtype(dtype: str | None) -> str:
 
 
 def check_function(fn: Any) -> None:
-    """Raises a TypeError for what is not a function or model."""
+    """Raises a TypeError unless given a function or a model."""
     if isinstance(fn, type) or not callable(fn):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(
@@ -168,11 +171,11 @@ class RewrittenFunction(SaveableFunction):
         super().__init__(**self._traced.wrapper(self._trace))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
-        # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
+        # Without it, `inspect` mistakes an object with `__get__` for a builtin without signature.
         self.__signature__ = self._traced.signature
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
-        """Returns the function as a method of an object; each object has traces of its own."""
+        """Returns the function as a method of an object; each object has its own traces."""
         if instance is None:
             return self
         if instance not in self._bound:
@@ -182,11 +185,11 @@ class RewrittenFunction(SaveableFunction):
         return self._bound[instance]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles as what it was made from: graphs belong to a process."""
+        """Copies and pickles the function and its options: graphs are bound to a process."""
         return RewrittenFunction, (self.written, self.settings)
 
     def copy(self, dtype: str | None = None) -> RewrittenFunction:
-        """Returns the same function, not traced yet; for another low dtype if one is given."""
+        """Returns an untraced copy, for another low dtype if one is given."""
         low = self.settings.dtype if dtype is None else _low_dtype(dtype)
         return RewrittenFunction(self.written, dataclasses.replace(self.settings, dtype=low))
 
@@ -210,8 +213,8 @@ class RewrittenFunction(SaveableFunction):
             **kwargs: The same by name.
 
         Raises:
-            RewriteError: There is none, as the function runs in float32: it could not be rewritten
-                and `on_error` is "keep", or this machine has no faster dtype.
+            RewriteError: The function runs in float32: it could not be rewritten and `on_error` is
+                "keep", or this machine has no faster dtype.
         """
         plan = self._plans.get(self.get_concrete_function(*args, **kwargs).graph)
         if plan is None:
@@ -220,7 +223,7 @@ class RewrittenFunction(SaveableFunction):
 
     @property
     def dtype(self) -> str | None:
-        """The low dtype; None where float32 is the fastest this machine has."""
+        """The low dtype; None if this machine has no faster dtype than float32."""
         dtype = self.settings.dtype
         return None if dtype == FLOAT32 else dtype
 

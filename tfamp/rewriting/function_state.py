@@ -1,4 +1,4 @@
-"""The state that calls of a function change: its variables, and the random generators."""
+"""State that calls of a function change: variables and random generators."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TABLE_WRITES = ("LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemov
 
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[Callable[[], None]]:
-    """A context that keeps the states of the generators that Python code draws from while traced.
+    """A context that restores the random generators that Python code may use while it is traced.
 
-    These are Python's, NumPy's, and those of TensorFlow's eager ops and of Keras. Gives a function
-    that restores them, as the end of the context does.
+    These are Python's, NumPy's, TensorFlow's for eager ops, and Keras's. Yields a function that
+    restores them earlier.
     """
     seeds, generator = tf_private.operation_seeds(), keras_hooks.global_seed_generator()
     handles = [] if generator is None else [keras_hooks.native(generator.state).handle]
@@ -46,12 +46,12 @@ def kept_random_states() -> Iterator[Callable[[], None]]:
 
 
 def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
-    """Returns the handles of all variables that concrete functions get, arguments included.
+    """Returns the handles of all variables that concrete functions capture or are given.
 
-    State of Python that a graph calls (`tf.py_function`), and of files, is unknown.
+    State behind `tf.py_function` and in files is not covered.
 
     Raises:
-        ValueError: The functions may change the state of something else; it says what to do.
+        ValueError: The functions may change other state; the message says what to do.
     """
     leaves = [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(leaf)]
     given = [leaf.handle if isinstance(leaf, tf.Variable) else leaf for leaf in leaves]
@@ -83,5 +83,5 @@ def _cannot_restore(what: str) -> ValueError:
 
 
 def draws_random(trace: Any) -> bool:
-    """Whether ops of a concrete function hold a random state, which cannot be reset, themselves."""
+    """Whether ops of a concrete function have a random state of their own, never restored."""
     return any("seed2" in node.attr for node in all_nodes(trace.graph.as_graph_def()))

@@ -1,14 +1,14 @@
-"""A function, traced and converted to low precision, as part of the function being traced.
+"""Traces a function, converts its graph, and imports that into the function being traced.
 
 call -> trace -> flat graph -> measured ranges -> passes -> decision -> new graph -> current graph
 
 The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. Two
-things that names alone do not carry over are repaired here: functions get names of their own, and
-custom gradients use the copies of the tensors they refer to.
+kinds of references need repair: functions get new names, and custom gradients use the copies of the
+tensors they capture.
 
 The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in. In a
-graph that holds copies of the nodes, the closure is traced again when its gradient is needed, with
-the copies instead of the tensors it refers to; that trace is converted as well.
+graph with copies of the nodes, the closure is traced again when its gradient is needed, with the
+copies substituted for the captured tensors; that trace is converted as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.graph.calibration import measure
-from tfamp.graph.editor import SHAPES
+from tfamp.graph.editor import SHAPES, GraphEditor
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -39,15 +39,14 @@ from tfamp.graph.functions import (
     argument_name,
     attribute_text,
     bodies,
-    inline_calls,
+    flattened,
     library_of,
     new_suffix,
     rename_functions,
-    unshare_branches,
 )
 from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
 from tfamp.interop import tf_private
-from tfamp.interop.patching import patched_here
+from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import as_written
 from tfamp.layers.fused_norms import can_fuse, fits, normalize
 from tfamp.planning.options import GraphUse, RewriteOptions
@@ -57,10 +56,10 @@ from tfamp.torch_style.state import current_modes
 
 _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
-# Of a node with a custom gradient: the dtypes of its outputs as it was traced.
+# Attribute of a node with a custom gradient: the dtypes of its outputs before conversion.
 _DTYPES = "_tfamp_gradient_dtypes"
 _DEFAULTS = {"autograph": True}
-# Attributes left out on import. Shapes are inferred again; a colocated node may have been an input.
+# Attributes dropped on import. Shapes are inferred again; colocation may refer to a fed node.
 _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
 # ---- Functions and calls -------------------------------------------------------------------------
@@ -68,7 +67,7 @@ _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function to trace, and how.
+    """A function to trace, with its options.
 
     Attributes:
         python_function: The function to run while tracing.
@@ -89,7 +88,7 @@ class TracedFunction:
         return cls(fn, _DEFAULTS, inspect.signature(fn))
 
     def bound_to(self, instance: Any) -> TracedFunction:
-        """Returns the same as a method of an object, which it does not keep alive."""
+        """Returns the function as a method of an object, which it does not keep alive."""
         reference, function = weakref.ref(instance), self.python_function
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -103,45 +102,44 @@ class TracedFunction:
 
     @property
     def name(self) -> str:
-        """The function's name, for people."""
+        """The function's name, for messages."""
         return getattr(self.python_function, "__name__", type(self.python_function).__name__)
 
     def wrapper(self, body: Callable[..., Any]) -> dict[str, Any]:
-        """Returns the arguments for a `tf.function` like the given one, with another body.
-
-        Those of `tf.function` and of its class: `python_function` and options.
-        """
+        """Returns constructor arguments for a `tf.function` like this one, with another body."""
 
         def rewritten(*args: Any, **kwargs: Any) -> Any:
             return body(*args, **kwargs)
 
         rewritten.__name__ = self.name
-        # TensorFlow counts the traces of each code object, and warns of too many.
+        # TensorFlow counts the traces of each code object, and warns about too many.
         own_name = f"rewritten_{self.name}_{next(_NUMBERS)}"
         rewritten.__code__ = rewritten.__code__.replace(co_name=own_name)
-        # By it TensorFlow binds the arguments of a call and fills in defaults.
+        # TensorFlow binds the arguments of a call by it and fills in defaults.
         rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
         options = {name: each for name, each in self.options.items() if "autograph" not in name}
         return {**options, "python_function": rewritten, "name": self.name, "autograph": False}
 
     def unchanged(self) -> Any:
-        """Returns a `tf.function` that runs it as it is, with traces of its own."""
+        """Returns a `tf.function` that runs it unchanged, with its own traces."""
         return tf.function(self.python_function, **self.options)
 
     def call(self, *args: Any, **kwargs: Any) -> FlatCall:
-        """Returns a call with its arguments, defaults included, in the places they are taken in."""
+        """Returns a call with its arguments bound to the signature, defaults included."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return FlatCall(bound.args, bound.kwargs)
 
-    def trace(self, call: FlatCall) -> Any:
+    def trace(self, call: FlatCall, *, to_rewrite: bool = False) -> Any:
         """Traces the function for a call with tensors of the current graph.
 
-        Returns the concrete function, from the call's tensors to the result. BatchNormalization is
-        traced as the fused op only in `fused_batch_normalization`.
+        Returns the concrete function, from the call's tensors to the result. In a graph to rewrite
+        BatchNormalization layers are the fused op.
         """
 
         def flat(*tensors: Any) -> Any:
+            if to_rewrite:
+                _to_rewrite.add(tf.compat.v1.get_default_graph())
             args, kwargs = call.with_tensors(tensors)
             return _returned(self.python_function(*args, **kwargs))
 
@@ -150,7 +148,8 @@ class TracedFunction:
             autograph=self.options["autograph"],
             experimental_autograph_options=self.options.get("experimental_autograph_options"),
         )
-        return traced.get_concrete_function(*map(_spec, call.tensors))
+        with _fused_batch_normalization.held():
+            return traced.get_concrete_function(*map(_spec, call.tensors))
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class FlatCall:
     """The arguments of one call, with the tensors in them.
 
     Composite tensors count as their components. Variables are not tensors here: the function
-    refers to them, as to Python values.
+    captures them like Python values.
     """
 
     args: tuple[Any, ...]
@@ -209,7 +208,7 @@ def _components(value: Any) -> list[Any]:
 
 @as_written
 def _returned(result: Any) -> Any:
-    """A result as a traced function may return it; operations stand for nothing."""
+    """Returns a result with operations replaced by None, as a traced function returns them."""
     return tf.nest.map_structure(
         lambda leaf: None if isinstance(leaf, tf.Operation) else leaf, result
     )
@@ -226,11 +225,11 @@ def call_converted(
 ) -> tuple[Any, RewritePlan | None]:
     """Calls a function, converted to low precision, in the function that is being traced.
 
-    `counterpart` gives the tensor to use for one that the function captures. Returns the result,
-    and the plan; None where the options leave the function in float32.
+    `counterpart` maps a captured tensor to the one to use instead. Returns the result and the plan,
+    which is None where the options leave the function in float32.
     """
-    # An autocast around the call would decide before the rewrite, about the outputs too.
-    with fused_batch_normalization(), current_modes.set_to(None):
+    # An autocast around the call would cast before the rewrite decides, outputs included.
+    with current_modes.set_to(None):
         traced = _trace(function, call)
     graph_def, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
@@ -248,7 +247,7 @@ def converted(
 ) -> tuple[Any, RewritePlan | None]:
     """Returns the graph of a trace in low precision, and the plan."""
     if options.dtype == FLOAT32:
-        return _flat(traced), None
+        return _flat(traced).graph, None
     options, shared = resolved(options), _shared.get()
     if shared is None or shared.trace is not traced:
         prepared, use = _prepared(function, traced, options)
@@ -262,39 +261,39 @@ def _prepared(
     function: TracedFunction, traced: Any, options: RewriteOptions
 ) -> tuple[PreparedGraph, GraphUse]:
     """Inlines the calls of a trace, measures ranges on calibration data, and runs the passes."""
-    graph_def, ranges = _flat(traced), None
+    graph, ranges = _flat(traced), None
     inputs, outputs = ([tensor.name for tensor in x] for x in (traced.inputs, traced.outputs))
     if options.calibration is not None:
         calls = options.calibration.calls()
         batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
-        ranges = measure(graph_def, inputs, batches, traced.captured_inputs, outputs)
+        ranges = measure(graph.graph, inputs, batches, traced.captured_inputs, outputs)
     use = graph_use(outputs, inputs, options, ranges)
-    return prepare(graph_def, options, use), use
+    return prepare(graph, options), use
 
 
 def graph_use(
     fetches: Iterable[str], feeds: Iterable[str], options: RewriteOptions, ranges: Ranges | None
 ) -> GraphUse:
-    """Returns the use of one graph; the ranges are those on the calibration data."""
+    """Returns the fetches, feeds and ranges on calibration data of one graph, with its limits."""
     limits = None if options.calibration is None else options.calibration.limits(options.dtype)
     return GraphUse(fetches, feeds, ranges, limits)
 
 
-def _flat(traced: Any) -> Any:
-    """Returns a new copy of the graph of a trace, with its calls inlined."""
-    graph_def = traced.graph.as_graph_def(add_shapes=True)
-    inline_calls(graph_def, [tensor.name for tensor in (*traced.outputs, *traced.inputs)])
-    for node in _custom_nodes(graph_def):
+def _flat(traced: Any) -> GraphEditor:
+    """Returns the editor of a new copy of the graph of a trace, with its calls inlined."""
+    names = [tensor.name for tensor in (*traced.outputs, *traced.inputs)]
+    graph = flattened(traced.graph.as_graph_def(add_shapes=True), names)
+    for node in _custom_nodes(graph.graph):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
-    return unshare_branches(graph_def)
+    return graph
 
 
 def _into_current_graph(
     graph_def: Any, traced: Any, values: Sequence[Any], options: RewriteOptions
 ) -> list[Any]:
-    """Adds a graph, which it changes, to the current one; returns the tensors of its outputs.
+    """Imports a graph, which it modifies, into the current one; returns the output tensors.
 
-    There is a value for each input, of the input's dtype.
+    `values` has a tensor for each input, of the input's dtype.
     """
     rename_functions(graph_def, new_suffix())
     names = [tensor.name for tensor in traced.inputs]
@@ -311,7 +310,7 @@ def _into_current_graph(
 
 @dataclass
 class _Shared:
-    """Values that rewrites of one function share: its trace, and the graph behind the passes."""
+    """Values that rewrites of one function share: its trace, and the graph after the passes."""
 
     python_function: Callable[..., Any]
     trace: Any = None
@@ -334,10 +333,10 @@ def traced_once(function: TracedFunction) -> Iterator[None]:
 def _trace(function: TracedFunction, call: FlatCall) -> Any:
     shared = _shared.get()
     if shared is None or shared.python_function is not function.python_function:
-        return function.trace(call)
-    found = shared.trace or function.trace(call)
+        return function.trace(call, to_rewrite=True)
+    found = shared.trace or function.trace(call, to_rewrite=True)
     if not any(map(tf.is_symbolic_tensor, found.captured_inputs)):
-        shared.trace = found  # Others hold tensors of one caller's graph.
+        shared.trace = found  # Other traces capture tensors of one caller's graph.
     return found
 
 
@@ -346,7 +345,7 @@ def _trace(function: TracedFunction, call: FlatCall) -> Any:
 
 @dataclass(frozen=True)
 class _Host:
-    """The graph that the nodes of a trace are copied to; finds the copies.
+    """The graph that the nodes of a trace are copied to; looks up the copies.
 
     Attributes:
         graph: The graph.
@@ -374,9 +373,9 @@ class _CustomGradient:
     """A gradient function for the copies of one node.
 
     Attributes:
-        node: The node as it was traced: its attributes name the closure, where it was inlined and
-            the dtypes of its outputs.
-        host: Where the copy of its graph is.
+        node: The node as it was traced: its attributes hold the closure's name, the prefix by which
+            it was inlined, and the dtypes of its outputs.
+        host: The graph with the copies.
     """
 
     node: Any
@@ -395,14 +394,16 @@ class _CustomGradient:
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
         counterpart = functools.partial(self._counterpart, op)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
+            # Many gradients have nothing to convert.
+            warnings.simplefilter("ignore", NothingConvertedWarning)
             results, _ = call_converted(function, call, self.host.options, counterpart)
         return [_like(result, taken) for result, taken in zip(results, op.inputs, strict=True)]
 
     def _counterpart(self, op: Any, tensor: Any) -> Any:
-        """The tensor to use in the copy for one that the closure refers to."""
+        """Returns the tensor to use in the copy for one that the closure captures."""
         graph = getattr(tensor, "graph", None)
-        if graph is None or _is_around(graph, tf.compat.v1.get_default_graph()):
+        current = tf.compat.v1.get_default_graph()
+        if graph is None or any(graph is each for each in _enclosing(current)):
             return tensor
         try:
             found = self._find(op, tensor, graph)
@@ -417,7 +418,7 @@ class _CustomGradient:
         return found if found.dtype == tensor.dtype else tf.cast(found, tensor.dtype)
 
     def _again(self, op: Any, tensor: Any) -> Any:
-        """Computes a tensor again that a compiled function computes and does not return."""
+        """Computes a tensor again that a compiled function computes but does not return."""
         node = tensor.op
         attrs = {name: value for name, value in node.node_def.attr.items() if name[0] != "_"}
         inputs = [self._counterpart(op, each) for each in node.inputs]
@@ -429,7 +430,7 @@ class _CustomGradient:
     def _find(self, op: Any, tensor: Any, graph: Any) -> Any:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
-        # The prefix of its function's nodes where it was inlined.
+        # Inlined nodes of its function have this prefix.
         prefix = attribute_text(self.node, INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
@@ -460,7 +461,7 @@ def _call_gradient() -> str:
 
 
 def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
-    # Without an op a model is being saved. Calls get new gradients when it is loaded.
+    # TensorFlow passes no op while a model is saved. Calls get new gradients on loading.
     return [] if op is None else tf_private.differentiate_call(op, gradients)
 
 
@@ -475,15 +476,15 @@ def _custom_nodes(graph_def: Any) -> Iterator[Any]:
             yield node
 
 
-def _is_around(outer: Any, graph: Any) -> bool:
-    """Whether a graph is another one or one that this is traced in."""
-    while graph is not None and graph is not outer:
+def _enclosing(graph: Any) -> Iterator[Any]:
+    """Yields a graph, the graph in which its function is traced, and so on outwards."""
+    while graph is not None:
+        yield graph
         graph = getattr(graph, "outer_graph", None)
-    return graph is not None
 
 
 def _like(gradient: Any, given: Any) -> Any:
-    """A gradient in the dtype of the tensor it belongs to; a resource's is its variable's."""
+    """Returns a gradient in the dtype of its tensor; of a resource as it is."""
     if gradient is None or not given.dtype.is_floating or gradient.dtype == given.dtype:
         return gradient
     return tf.cast(gradient, given.dtype)
@@ -495,7 +496,7 @@ def _like(gradient: Any, given: Any) -> Any:
 def _import_graph_def(
     graph_def: Any, values: Mapping[str, Any], outputs: Sequence[str], scope: str
 ) -> list[Any]:
-    """Adds a graph to the current one, with tensors instead of some of its own, by name."""
+    """Imports a graph into the current one, with `values` instead of tensors of these names."""
     fed = {node_name(name) for name in values}
     nodes = [node for node in graph_def.node if node.name not in fed]
     bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
@@ -523,11 +524,11 @@ def _import_graph_def(
 
 
 def _loops_without_loops(graph_def: Any) -> list[str]:
-    """Names of the loops of a graph whose functions have none.
+    """Returns the loops of a graph by name, none if loops are nested.
 
-    Their handles get the shapes of variables again, which a gradient of a gradient needs. An
-    imported loop in a loop has lost these, and TensorFlow would take the inner gradient to be zero;
-    without those of the outer loop it raises an error.
+    Their handles get back the shapes of variables, which second derivatives need. A nested loop
+    loses them on import, and TensorFlow would then take its gradient to be zero; without the outer
+    loop's shapes it raises an error.
     """
     inside = (node for function in graph_def.library.function for node in function.node_def)
     if any(node.op in LOOPS for node in inside):
@@ -536,10 +537,10 @@ def _loops_without_loops(graph_def: Any) -> list[str]:
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
-    """Returns nodes in an order in which each follows its inputs, as given as far as possible.
+    """Returns nodes in topological order, otherwise as given.
 
-    TensorFlow adds control edges between ops with side effects in the order they are in, so an op
-    must not come before one that it waits for.
+    TensorFlow adds control edges between ops with side effects in this order, so an op must not
+    come before one that it waits for.
     """
     by_name = {node.name: node for node in nodes}
     ordered = producers_first(by_name, lambda name: map(node_name, by_name[name].input))
@@ -547,7 +548,7 @@ def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
-    """A name scope for the nodes: none, so that names stay, unless one of them is taken."""
+    """Returns a name scope for the nodes: "", which keeps their names, unless one is taken."""
     fed = {node_name(name) for name in inputs}
     taken = {op.name for op in host.get_operations()}
     if not any(node.name in taken and node.name not in fed for node in graph_def.node):
@@ -555,38 +556,34 @@ def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
     return f"rewritten_{next(_NUMBERS)}"
 
 
-# ---- BatchNormalization --------------------------------------------------------------------------
+# ---- Graphs to rewrite ---------------------------------------------------------------------------
 
-# Keras computes a float32 BatchNormalization in a dozen ops, most of which need float32. One op
-# with float32 statistics takes and gives low-precision tensors once the graph is rewritten.
-_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
+# By graph and not by thread: the replicas of a strategy trace theirs in threads of their own.
+_to_rewrite: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def traces_for_a_rewrite() -> bool:
     """Whether a function whose graph will be rewritten is being traced here."""
-    return _traces.get()
+    return any(graph in _to_rewrite for graph in _enclosing(tf.compat.v1.get_default_graph()))
 
 
-@contextlib.contextmanager
-def fused_batch_normalization() -> Iterator[None]:
-    """A context in which this thread traces BatchNormalization layers as the fused op.
+def _normalize(
+    original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
+    """Computes a float32 BatchNormalization layer by the fused op, where that computes the same.
 
-    Layers that Keras computes differently, by mask, axis or synchronization, stay as they are.
+    Keras computes it in a dozen ops, and most need float32. One op with float32 statistics takes
+    and returns low-precision tensors in the rewritten graph.
     """
-    token = _traces.set(True)
-    try:
-        with patched_here(batch_normalization=_call):
-            yield
-    finally:
-        _traces.reset(token)
-
-
-def _call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
     if (
         mask is None
+        and traces_for_a_rewrite()
         and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
         and can_fuse(type(layer))
         and fits(layer, inputs, "float32", training)
     ):
         return normalize(layer, inputs, training)
     return original(layer, inputs, training=training, mask=mask)
+
+
+_fused_batch_normalization = Patch(batch_normalization=_normalize)

@@ -1,11 +1,11 @@
-"""One graph of a SavedModel: the roles of its parts, conversion, calibration, and freezing.
+"""Converts, calibrates and freezes one graph of a SavedModel, by the roles of its parts.
 
-TensorFlow 2 keeps the model in functions that signatures, and the object graph, refer to by name;
-TensorFlow 1 keeps it in the graph itself. Both also hold ops and functions that save, restore and
-initialise: these are not part of the model and stay as they are.
+TensorFlow 2 keeps the model in functions that signatures and the object graph refer to by name,
+TensorFlow 1 in the graph itself. Both also hold ops and functions that save, restore and
+initialise: these are not part of the model and are not changed.
 
-A frozen graph has constants instead of variables, in the low dtype where possible. It is saved as
-TensorFlow 1 does, without objects: so signatures share their constants.
+A frozen graph has constants instead of variables, in the low dtype where possible. It is saved in
+TensorFlow 1's way, without objects, so that signatures share their constants.
 """
 
 from __future__ import annotations
@@ -21,24 +21,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
+from tfamp.graph import functions
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.editor import (
-    SHAPES,
-    control_inputs_of,
-    is_control,
-    replace_nodes,
-    tensor_inputs,
-)
-from tfamp.graph.functions import (
-    CALLS,
-    GRADIENT,
-    calls_in,
-    copied,
-    inline_calls,
-    library_of,
-    reached_functions,
-    rename_functions,
-)
+from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, replace_nodes, tensor_inputs
 from tfamp.graph.index import build_indexes
 from tfamp.graph.observe import held_variables
 from tfamp.graph.passes.constants import fold_casts
@@ -56,14 +41,14 @@ _INIT_SIGNATURE = "__saved_model_init_op"
 _NO_SIGNATURES = (_INIT_SIGNATURE, "__saved_model_train_op")
 # Collections of the names of nodes that initialise.
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op", "table_initializer")
-# Children of an object such as a lookup table that make, fill and remove it.
+# Children of an object, such as a lookup table, that create, fill and destroy it.
 _RESOURCE_FUNCTIONS = frozenset({"_create_resource", "_destroy_resource", "_initialize"})
-# Other ops of a function that only calls another, as those of signatures do.
+# Other ops of a function that only calls another, like a signature's.
 _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
-# Holds the functions that only the object graph refers to, while a graph is rewritten.
+# A node that refers to the object graph's functions while a graph is rewritten.
 _ROOT = "tfamp_functions_of_the_object_graph"
 # Allowed uses of a variable that becomes a constant; control flow passes it on.
-_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
+_READING = BRANCHING | functions.CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
 # Kept in a frozen graph.
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
@@ -74,10 +59,10 @@ class Roles:
     """The parts of a graph by their use.
 
     Attributes:
-        feeds: Tensors that signatures take.
-        fetches: Tensors that signatures give.
+        feeds: Inputs of signatures.
+        fetches: Outputs of signatures.
         init: Nodes that initialise, or hold the names of assets.
-        bystanders: Nodes of the graph itself that no signature uses.
+        bystanders: Nodes of the main graph that no signature uses.
         entries: Functions of the model that the object graph refers to.
     """
 
@@ -95,7 +80,7 @@ def signatures_of(meta_graph: Any) -> dict[str, Any]:
 
 
 def find_roles(meta_graph: Any) -> Roles:
-    """Returns what the parts of a `MetaGraphDef` are for; it is not modified."""
+    """Returns the roles of the parts of a `MetaGraphDef`; it is not modified."""
     signatures = signatures_of(meta_graph).values()
     feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
     fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
@@ -115,10 +100,9 @@ def rewrite_meta_graph(
 ) -> RewritePlan:
     """Converts a graph of a SavedModel in place; returns the plan.
 
-    Every function keeps its name, arguments and results, so that the object graph and what loads it
-    find what they look for.
+    Every function keeps its name, arguments and results: the object graph refers to them.
     """
-    functions = library_of(meta_graph.graph_def)
+    library = functions.library_of(meta_graph.graph_def)
     graph = _model_graph(meta_graph, roles)
     root = graph.node.add(name=_ROOT, op="NoOp")
     for name in roles.entries:
@@ -127,15 +111,15 @@ def rewrite_meta_graph(
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
     plan = convert(graph, resolved(options), use).plan
-    functions |= library_of(graph)
+    library |= functions.library_of(graph)
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))
-    replace_nodes(result.library.function, functions.values())
+    replace_nodes(result.library.function, library.values())
     return plan
 
 
 def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns the names of the nodes that tensors or nodes are computed from, with their own."""
+    """Returns the names of the nodes that given tensors or nodes depend on, themselves included."""
 
     def inputs(name: str) -> Iterator[str]:
         return (each for each in map(node_name, nodes[name].input) if each in nodes)
@@ -144,26 +128,28 @@ def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def _model_graph(meta_graph: Any, roles: Roles) -> Any:
-    """Returns a copy of the graph with the functions of the model only, calls inlined inside them.
+    """Returns a copy of the graph with only the model's functions, and calls inlined in these.
 
-    So no Casts are needed between layers. Calls stay in functions that only call another, so that
-    signatures still share the function that they have in common.
+    Inlining saves Casts between layers. A function that only calls another keeps the call, so that
+    signatures still share functions.
     """
-    graph = copied(meta_graph.graph_def)
+    graph = functions.copied(meta_graph.graph_def)
     used = [node for node in graph.node if node.name not in roles.bystanders]
-    reached = reached_functions(library_of(graph), (*roles.entries, *calls_in(used)))
+    reached = functions.reached_functions(
+        functions.library_of(graph), (*roles.entries, *functions.calls_in(used))
+    )
     model = [each for each in graph.library.function if each.signature.name in reached]
     replace_nodes(graph.library.function, model)
-    inlined = library_of(inline_calls(copied(graph)))
-    for name, function in library_of(graph).items():
+    inlined = functions.library_of(functions.inline_calls(functions.copied(graph)))
+    for name, function in functions.library_of(graph).items():
         doing = [node.op for node in function.node_def if node.op not in _PASSING]
-        if len(doing) != 1 or doing[0] not in CALLS:
+        if len(doing) != 1 or doing[0] not in functions.CALLS:
             function.CopyFrom(inlined[name])
     return graph
 
 
 def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the tensors that a signature takes or gives."""
+    """Yields the names of the tensors in a signature's inputs or outputs."""
     for _, info in sorted(infos.items()):
         sparse = info.coo_sparse
         yield from filter(None, (info.name, sparse.values_tensor_name))
@@ -184,7 +170,7 @@ def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
 
 
 def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
-    """The functions of the object graph but those that make, fill, remove, save or restore."""
+    """Yields the object graph's functions except those that manage resources, save or restore."""
     helping: set[int] = set()
     for each in objects:
         helping |= {c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS}
@@ -197,11 +183,11 @@ def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
 
 
 def _custom_gradients(graph: Any) -> list[str]:
-    """Patterns of the names of nodes with a custom gradient, which takes and gives float32."""
-    library = library_of(graph)
-    reached = reached_functions(library, calls_in(graph.node))
+    """Returns name patterns of nodes with a custom gradient, whose dtypes are float32."""
+    library = functions.library_of(graph)
+    reached = functions.reached_functions(library, functions.calls_in(graph.node))
     scopes = [graph.node, *(library[name].node_def for name in sorted(reached))]
-    names = [node.name for nodes in scopes for node in nodes if GRADIENT in node.attr]
+    names = [node.name for nodes in scopes for node in nodes if functions.GRADIENT in node.attr]
     return [f"^{re.escape(name)}$" for name in _distinct(names)]
 
 
@@ -213,11 +199,11 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads a model of TensorFlow 2; returns it, and its resources by their nodes in the graph.
+    """Loads a TensorFlow 2 model; returns it, and its resources by their nodes in the graph.
 
     Each signature's call in the graph takes the tensors that its loaded function captures. The
-    graph cannot be restored in a session: the one that `tf.saved_model.save` writes for a Keras 3
-    model restores other variables than its signatures use.
+    graph cannot be restored in a session: `tf.saved_model.save` writes a restore op for other
+    variables than the signatures of a Keras 3 model use.
     """
     # Variables live as long as the loaded model.
     loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
@@ -232,39 +218,37 @@ def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
     return loaded, {name: each for name, each in found.items() if each.dtype == tf.resource}
 
 
-def measure_meta_graph(
-    meta_graph: Any, roles: Roles, src: Path, calibration: Calibration
-) -> Ranges:
-    """Runs each call of a calibration on the signature that takes inputs of its names.
+def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibration) -> Ranges:
+    """Runs each call of a calibration on the signature with inputs of the same names.
 
-    A call is a dict of arrays by input name, or an array where a signature has one input. The
-    variables are those of the SavedModel in `src`.
+    A call is a dict of arrays by input name, or an array for a signature with one input. The values
+    of the variables are from the SavedModel in `src`.
 
     Raises:
-        SavedModelError: No signature takes such inputs, or the model cannot be run here.
+        SavedModelError: No signature takes such inputs, or the model cannot run here.
     """
     graph = _model_graph(meta_graph, roles)
     captured: dict[str, Any] = {}
     if meta_graph.object_graph_def.nodes:
         loaded, captured = _captured(src, meta_graph)
     for node in graph.node:
-        if node.name in captured:  # A run gets the resource of the loaded model instead.
+        if node.name in captured:  # Runs are fed the loaded model's resource.
             fed = tf.compat.v1.NodeDef(name=node.name, op="Placeholder")
             fed.attr["dtype"].type = tf.resource.as_datatype_enum
             node.CopyFrom(fed)
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[Mapping[str, Any]]] = {}
-    for args, kwargs in calibration.calls():
-        name, values = _matching(signatures, args, kwargs, src)
-        calls.setdefault(name, []).append(values)
+    for args, kwargs in data.calls():
+        name, given = _matching(signatures, args, kwargs, src)
+        calls.setdefault(name, []).append(given)
     ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         inputs = sorted(signatures[name].inputs.items())
         feeds = [*(info.name for _, info in inputs), *captured]
-        data = [[batch[key] for key, _ in inputs] for batch in batches]
+        values = [[batch[key] for key, _ in inputs] for batch in batches]
         fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
-            found = measure(graph, feeds, data, list(captured.values()), fetches)
+            found = measure(graph, feeds, values, list(captured.values()), fetches)
         except tf.errors.OpError as error:
             raise SavedModelError(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: "
@@ -286,13 +270,11 @@ def _matching(
             return name, {inputs[0]: args[0]}
     given = f"arrays named {sorted(kwargs)}" if kwargs else f"{len(args)} arrays without names"
     taken = "; ".join(f"{name} takes {sorted(each.inputs)}" for name, each in signatures.items())
-    raise SavedModelError(
-        f"No signature of {src} takes {given}: {taken or 'it has no signatures'}."
-    )
+    raise SavedModelError(f"No signature of {src} takes {given}: {taken or 'there is none'}.")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message; TensorFlow adds where in the graph it was."""
+    """Returns the first line of an error's message, without TensorFlow's location in the graph."""
     text = getattr(error, "message", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
@@ -303,17 +285,17 @@ def first_line(error: BaseException) -> str:
 def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     """Replaces the variables that signatures use by constants, in place.
 
-    Calls of functions are inlined, so that signatures share the constants. Objects and their
-    functions are dropped: a frozen graph has its signatures only.
+    Calls are inlined, so that signatures share the constants. Objects and their functions are
+    dropped: a frozen graph has only its signatures.
 
     Raises:
         SavedModelError: A signature writes to a variable, or a value cannot be read.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    # A copy: the values are looked up by the calls.
-    graph = inline_calls(copied(meta_graph.graph_def), keep)
+    # A copy: variable values are found through the calls.
+    graph = functions.inline_calls(functions.copied(meta_graph.graph_def), keep)
     nodes = {node.name: node for node in graph.node}
-    # A variable that is set when the model is loaded, such as the path of an asset, stays one.
+    # Variables that are set when the model is loaded, such as paths of assets, remain.
     used = ancestors(nodes, (*roles.feeds, *roles.fetches))
     constant = used - ancestors(nodes, roles.init)
     names = [name for name in nodes if name in constant and nodes[name].op in _VARIABLES]
@@ -330,13 +312,13 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
 
 
 def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> RewritePlan:
-    """Casts constants of a frozen, converted graph now, where only their low dtype is used.
+    """Stores constants of a frozen, converted graph in the low dtype if no other dtype is used.
 
-    In place; returns the plan without the Casts that are no longer needed.
+    In place; returns the plan without the removed Casts.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
     folded = fold_casts(meta_graph.graph_def, keep)
-    # It raises where dtypes do not agree.
+    # Raises an error if dtypes disagree.
     build_indexes(meta_graph.graph_def, dtype=plan.dtype, device="cpu")
     casts = tuple(cast for cast in plan.casts if (cast.scope, cast.name) not in folded)
     return make_plan(plan.dtype, plan.nodes, casts, plan.retypes, plan.summary.estimated_speed_up)
@@ -361,11 +343,11 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
         names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
         return [values[name] for name in names]
 
-    # It uses a session only for the values of tensors that read variables.
+    # The session is used only to read variables.
     session = types.SimpleNamespace(run=run)
     logger = tf.get_logger()
     level = logger.level
-    logger.setLevel(logging.ERROR)  # The only public function for this warns of being deprecated.
+    logger.setLevel(logging.ERROR)  # The only public function for this is deprecated.
     try:
         frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
             session, graph, outputs, variable_names_whitelist=list(values)
@@ -373,22 +355,22 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     finally:
         logger.setLevel(level)
     for node in all_nodes(frozen):
-        if node.op in BRANCHING | CALLS:
-            node.attr.pop(SHAPES, None)  # For variables these are the shapes of handles.
+        if node.op in BRANCHING | functions.CALLS:
+            node.attr.pop(SHAPES, None)  # They contain the shapes of handles.
     return frozen
 
 
 def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
-    """Leaves of a graph what signatures and initialisation need."""
+    """Removes everything that signatures and initialisation do not need."""
     graph = meta_graph.graph_def
     _wait_for_no_constants(graph)
     needed = ancestors({node.name: node for node in graph.node}, keep)
     replace_nodes(graph.node, [node for node in graph.node if node.name in needed])
-    rename_functions(graph, "")  # It drops functions that no node calls.
+    functions.rename_functions(graph, "")  # Drops functions that no node calls.
     for field in ("object_graph_def", "saver_def"):
         meta_graph.ClearField(field)
     meta_graph.meta_info_def.function_aliases.clear()
-    # Names what initialises as TensorFlow 1 does; its loader differs for a signature.
+    # TensorFlow 1's loader, which frozen models use, ignores the signature that initialises.
     if _INIT_SIGNATURE in meta_graph.signature_def:
         (info,) = meta_graph.signature_def[_INIT_SIGNATURE].outputs.values()
         names = meta_graph.collection_def["saved_model_main_op"].node_list
@@ -400,7 +382,7 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
 
 
 def _wait_for_no_constants(graph: Any) -> None:
-    """Drops control inputs from reads of what was a variable: a call waited for its reads."""
+    """Drops control inputs from reads of frozen variables, which calls used to wait for."""
     constant = {node.name for node in graph.node if node.op == "Const" and not node.input}
     reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
     constant |= {node.name for node in reads if node.input[0] in constant}

@@ -1,4 +1,4 @@
-"""SavedModels: read, rewritten in low precision, written."""
+"""Rewrites SavedModels in low precision: reads, converts, writes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,10 @@ from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.saved_graph import (
-    VARIABLES_PREFIX,
-    find_roles,
-    first_line,
-    freeze_meta_graph,
-    measure_meta_graph,
-    rewrite_meta_graph,
-    store_low_constants,
-)
+from tfamp.rewriting import saved_graph
+from tfamp.rewriting.pipeline import all_nodes
 
-# The model may run on another machine than this, whose times are unknown.
+# The model may run on another machine, whose op times are unknown.
 _PLACEMENT = "lists"
 _GRAPH_FILE = "saved_model.pb"
 _WRITTEN = (_GRAPH_FILE, "fingerprint.pb")
@@ -53,45 +46,43 @@ def rewrite_saved_model(
     device: str = RewriteOptions.device,
     overwrite: bool = False,
 ) -> RewritePlan:
-    """Writes a SavedModel that computes in low precision where the lists say so.
+    """Writes a SavedModel that computes in low precision where the op lists allow it.
 
     The new model is used like the old one: signatures, their names, dtypes and shapes, functions,
-    variables, assets and lookup tables are kept; inputs, outputs and variables are float32 as
-    before. It needs no tfamp to load. The SavedModel in `src` is not modified, and `dst` appears
-    when it is complete: it is written next to its place and renamed. A SavedModel that is replaced
-    is put aside until then; a process killed between the two renames leaves it under a name that
-    begins with a dot, and the next rewrite to `dst` puts it back first.
+    variables, assets and lookup tables are kept; inputs, outputs and variables remain float32.
+    Loading it does not need tfamp. The SavedModel in `src` is not modified, and `dst` appears when
+    it is complete: it is written next to its place and renamed. A replaced SavedModel is first
+    renamed to ".NAME-….old"; a process killed between the two renames leaves it there, complete.
 
     Args:
         src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3, or
             TensorFlow 1.
         dst: Directory to write; it must not exist unless `overwrite`.
         dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
-            what this machine multiplies natively.
-        freeze: Whether variables become constants, stored in the low dtype where that is all they
-            are used in: about half the bytes. A frozen model has its signatures only and cannot be
-            trained.
+            the dtype that this machine multiplies natively.
+        freeze: Whether variables become constants, stored in the low dtype if used in that only:
+            about half the bytes. A frozen model has only its signatures and cannot be trained.
         calibration: Data to run the signatures on in float32: a dict of arrays by input name, a
             list of these, the path of a `.npz` file that holds them, or a
             `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay float32.
-        op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
-            functions, branches and loops have the name of their caller in front too.
-        force_low: The same: these compute in low precision wherever the op has a kernel for it.
-        placement: "lists": the lists decide alone, as the model may run on another machine than
-            this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
-            of this kind, by the built-in table. "fused", with `freeze` only: as "min_cut", and XLA
-            compiles the arithmetic between products where the model runs.
-        device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
-            machine's. A node without a kernel there stays float32.
+        op_lists: The ops that may be converted; `OpLists.default(dtype, device)` if None.
+        keep_float32: Regular expressions, searched for in node names: these nodes stay float32.
+            Names of nodes in functions, branches and loops are prefixed with their caller's name.
+        force_low: The same: these nodes compute in low precision if the op has a kernel for it.
+        placement: "lists": the op lists decide alone, as the model may run on another machine.
+            "min_cut": they decide which nodes may be converted, and a minimum cut which are worth
+            it on such a device, by built-in times. "fused", with `freeze` only: like "min_cut", and
+            XLA compiles the arithmetic between products where the model runs.
+        device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for this
+            machine's. Nodes without a kernel there stay float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
 
     Returns:
-        The plan, with the reason for every node. A `NothingConvertedWarning` says that no node
-        could be converted; the new model computes as the old one then.
+        The plan, with the reason for every node. If no node could be converted, there is a
+        `NothingConvertedWarning`, and the new model computes like the old one.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message names what is allowed.
+        TypeError, ValueError: An argument is wrong; the message lists the allowed values.
         SavedModelError: `src` cannot be read or frozen, or `dst` cannot be written.
         RewriteError: A graph is not valid or has an unknown op; it names node, op and cause.
 
@@ -109,18 +100,9 @@ def rewrite_saved_model(
     source, target = Path(src), Path(dst)
     model = _read(source)
     final = _checked_target(source, target, overwrite)
-    plan = _rewritten(
-        model,
-        source,
-        freeze,
-        dtype=dtype,
-        calibration=calibration,
-        op_lists=op_lists,
-        keep_float32=keep_float32,
-        force_low=force_low,
-        placement=placement,
-        device=device,
-    )
+    choices = {"op_lists": op_lists, "keep_float32": keep_float32, "force_low": force_low}
+    options = _options(dtype, freeze, calibration, placement, device=device, **choices)
+    plan = _rewritten(model, source, freeze, options)
 
     def left_out(folder: str, names: list[str]) -> set[str]:
         dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
@@ -131,7 +113,7 @@ def rewrite_saved_model(
             shutil.copytree(source, work, ignore=left_out, dirs_exist_ok=True)
             (work / _GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
             tf_private.write_fingerprint(str(work))
-    except (OSError, tf_private.message_error()) as error:  # A message has up to 2 GiB.
+    except (OSError, tf_private.message_error()) as error:  # A message is limited to 2 GiB.
         raise SavedModelError(f"The output {target} could not be written: {error}") from error
     return plan
 
@@ -139,7 +121,7 @@ def rewrite_saved_model(
 def inspect_saved_model(
     src: str | os.PathLike[str], *, dtype: Any = None, freeze: bool = False, **choices: Any
 ) -> RewritePlan:
-    """Returns the plan of `rewrite_saved_model`, and writes nothing.
+    """Returns the plan of `rewrite_saved_model` without writing anything.
 
     Args:
         src: Directory of a SavedModel.
@@ -152,23 +134,14 @@ def inspect_saved_model(
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
     source = Path(src)
-    return _rewritten(_read(source), source, freeze, dtype=dtype, **choices)
-
-
-def calibration_of(data: Any) -> Calibration | None:
-    """Returns the calibration for an argument named `calibration`."""
-    if data is None:
-        return None
-    if isinstance(data, str | os.PathLike):
-        return Calibration.from_npz(data)
-    return Calibration.of([data] if isinstance(data, Mapping) else data)
+    return _rewritten(_read(source), source, freeze, _options(dtype, freeze, **choices))
 
 
 def required_dtype(dtype: Any) -> str:
-    """Returns the low dtype that an argument asks for.
+    """Returns the low dtype that an argument stands for.
 
     Raises:
-        ValueError: It is no low dtype, or this machine is asked and multiplies none natively.
+        ValueError: It is not a low dtype, or it is None and this machine does not multiply any.
     """
     name = low_dtype(dtype)
     if name is None:
@@ -181,40 +154,43 @@ def required_dtype(dtype: Any) -> str:
     return name
 
 
-def _rewritten(
-    model: Any,
-    src: Path,
-    freeze: bool,
-    *,
-    dtype: Any,
-    calibration: Any = None,
-    placement: str = _PLACEMENT,
-    **choices: Any,
-) -> RewritePlan:
-    """Converts the graphs of a SavedModel in place; returns the plan."""
+def _options(
+    dtype: Any, freeze: bool, calibration: Any = None, placement: str = _PLACEMENT, **choices: Any
+) -> RewriteOptions:
     if placement == "fused" and not freeze:
         raise ValueError(
-            "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
-            "frozen computes in functions, which are left alone: give freeze=True too, or "
-            "placement='min_cut', which is the same without compiling."
+            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel that is "
+            "not frozen computes in functions: give freeze=True too, or placement='min_cut', which "
+            "is the same without compiling."
         )
-    data = calibration_of(calibration)
-    options = RewriteOptions(
+    if isinstance(calibration, str | os.PathLike):
+        calibration = Calibration.from_npz(calibration)
+    elif calibration is not None:
+        single = isinstance(calibration, Mapping)
+        calibration = Calibration.of([calibration] if single else calibration)
+    return RewriteOptions(
         dtype=required_dtype(dtype),
-        calibration=data,
+        calibration=calibration,
         placement=placement,
         profile="builtin",
         **choices,
     )
+
+
+def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> RewritePlan:
+    """Converts the graphs of a SavedModel in place; returns the plan."""
+    data = options.calibration
     plans = []
     for meta_graph in model.meta_graphs:
-        roles = find_roles(meta_graph)
+        roles = saved_graph.find_roles(meta_graph)
         if freeze:
-            freeze_meta_graph(meta_graph, roles, src)
-            roles = find_roles(meta_graph)
-        ranges = None if data is None else measure_meta_graph(meta_graph, roles, src, data)
-        plan = rewrite_meta_graph(meta_graph, roles, options, ranges)
-        plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
+            saved_graph.freeze_meta_graph(meta_graph, roles, src)
+            roles = saved_graph.find_roles(meta_graph)
+        ranges = (
+            None if data is None else saved_graph.measure_meta_graph(meta_graph, roles, src, data)
+        )
+        plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
+        plans.append(saved_graph.store_low_constants(meta_graph, roles, plan) if freeze else plan)
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
@@ -227,10 +203,10 @@ def _rewritten(
 
 
 def _read(src: Path) -> Any:
-    """Reads the graphs of a SavedModel, and its variables once, to see that they are all there.
+    """Reads the graphs of a SavedModel, and its variables once, to check that they are complete.
 
     Raises:
-        SavedModelError: There is none, or it is broken.
+        SavedModelError: It is missing or broken.
     """
     path = src / _GRAPH_FILE
     if not src.exists():
@@ -246,20 +222,25 @@ def _read(src: Path) -> Any:
         ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
+    for node in (node for graph in model.meta_graphs for node in all_nodes(graph.graph_def)):
+        if node.op == "Const" and "value" not in node.attr:  # TensorFlow would crash on it.
+            raise SavedModelError(
+                f"{path} is broken: its constant {node.name!r} has no value. Save the model again."
+            )
     if any(graph.HasField("saver_def") for graph in model.meta_graphs):
         try:
-            reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
-            for name in reader.get_variable_to_dtype_map():  # Checksums are compared on the way.
+            reader = tf.train.load_checkpoint(str(src / saved_graph.VARIABLES_PREFIX))
+            for name in reader.get_variable_to_dtype_map():  # Reading verifies checksums.
                 reader.get_tensor(name)
         except (tf.errors.OpError, ValueError, IndexError, MemoryError) as error:
             raise SavedModelError(
-                f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
+                f"The variables of {src} cannot be read: {saved_graph.first_line(error)}"
             ) from error
     return model
 
 
 def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
-    """Checks where a SavedModel is to be written; returns it without symbolic links.
+    """Checks the directory to write to; returns it without symbolic links.
 
     Raises:
         SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.

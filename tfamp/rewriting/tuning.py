@@ -1,7 +1,7 @@
 """`tfamp.tune`: alternates runs of a function in float32 and low precision on real arguments.
 
-Every run starts from the same state, which is restored at the end, after an error too. No trace of
-the caller's is run: state that ops keep in a trace does not change either.
+Every run starts from the same state, which is restored at the end, also after an error. The
+caller's own traces do not run, so state that ops keep in a trace does not change either.
 """
 
 from __future__ import annotations
@@ -9,31 +9,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import xla_works
-from tfamp.machine.hardware import find_profile
+from tfamp.machine.hardware import find_profile, keep_in_cache
 from tfamp.machine.profile_measure import together
 from tfamp.planning.options import RewriteOptions, check_choice, strings
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
+from tfamp.rewriting.choice_cache import VARIABLE, choice_file
 from tfamp.rewriting.function import RewrittenFunction, check_function
 from tfamp.rewriting.function_state import draws_random, kept_random_states, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
@@ -43,8 +48,11 @@ FUSED = "fused"
 # The candidates of `tune` unless others are given.
 CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 ROUNDS, SECONDS = 10, 10.0
-# Rounds of all candidates; then only those run again that may still be the fastest.
-_FIRST_ROUNDS = 3
+# Rounds after the first are for candidates within the first factor of the fastest, those after the
+# second within the other one, and later ones for those not slower in three quarters of the rounds.
+_FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
+# A candidate may always compile this many seconds longer than float32.
+_LEAST_LIMIT = 1.0
 # Short calls are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
@@ -58,13 +66,15 @@ class TuneRow:
     Attributes:
         candidate: Its name: "float32", or a placement of `tfamp.rewrite`.
         seconds: Median time of a call.
-        quartiles: The middle half of the times lies between these two.
+        quartiles: Lower and upper quartile of the times.
         error: Relative error of its outputs against float32's: for each float output the root mean
-            square of the differences over that of the values, and of these the largest. Values that
-            are not finite in float32 do not count; inf where others are not finite, NaN where there
-            is nothing to compare.
+            square of the differences over the root mean square of the values, and of these the
+            largest. Values that are not finite in float32 do not count; inf if others are not
+            finite, NaN without values to compare.
         chosen: Whether it is the one to use.
-        low_nodes: How many nodes of its graph compute in the low dtype.
+        low_nodes: Number of nodes of its graph that compute in the low dtype.
+        same_as: The candidate of an earlier row with the same graph, which has these times and this
+            error; "" if the graph was measured for this row.
 
     Example:
         >>> TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12).candidate
@@ -77,6 +87,14 @@ class TuneRow:
     error: float
     chosen: bool
     low_nodes: int = 0
+    same_as: str = ""
+
+    @classmethod
+    def of(cls, fields: Any) -> TuneRow:
+        """Makes a row from the dict of its fields; raises an error if a field is wrong."""
+        low, high = map(float, fields["quartiles"])
+        numbers = {name: float(fields[name]) for name in ("seconds", "error")}
+        return cls(**{**fields, **numbers, "quartiles": (low, high)})
 
 
 @dataclass(frozen=True)
@@ -88,9 +106,11 @@ class TuneReport:
         dtype: The low dtype.
         rows: A row for each candidate, float32's first; exactly one is chosen.
         max_error: The bound on errors, or None.
-        rounds: How many times are measured of a candidate, at most.
-        best: The function to use from now on. Where float32 is chosen, that is the function as it
-            was given, as a `tf.function`.
+        rounds: The largest number of times measured for a candidate.
+        source: Whether the choice was measured now or before, and the file that keeps it.
+        dropped: Candidates that were not measured, since they compile too long.
+        best: The function to use from now on. If float32 is chosen, it is the given function, as a
+            `tf.function`.
 
     Example:
         >>> rows = (
@@ -107,6 +127,8 @@ class TuneReport:
     rows: tuple[TuneRow, ...]
     max_error: float | None
     rounds: int
+    source: str = "measured now"
+    dropped: tuple[str, ...] = ()
     best: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -116,7 +138,7 @@ class TuneReport:
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as float32 the chosen candidate is."""
+        """Time of float32 over the time of the chosen candidate."""
         return self.rows[0].seconds / self.chosen.seconds
 
     def to_text(self) -> str:
@@ -140,7 +162,7 @@ class TuneReport:
                 f"{self.rows[0].seconds / row.seconds:.2f}",
                 f"{row.error:.2g}",
                 str(row.low_nodes),
-                "<- chosen" if row.chosen else "",
+                "<- chosen" if row.chosen else row.same_as and f"same graph as {row.same_as}",
             )
             for row in self.rows
         ]
@@ -155,7 +177,9 @@ class TuneReport:
                 f"an error of {chosen.error:.2g}"
             )
             if not chosen.low_nodes:
-                yield f"no op of it is worth converting to {self.dtype}: it computes in float32"
+                yield f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+        yield from (f"dropped: {name} takes too long to compile" for name in self.dropped)
+        yield self.source
         if all(math.isnan(row.error) for row in self.rows):
             yield (
                 "float32 returns no float tensor with finite values, so the errors are unknown: "
@@ -174,7 +198,7 @@ class TuneReport:
 
 
 def time_text(seconds: float) -> str:
-    """Returns a time as people read it, such as "12.3 ms"."""
+    """Returns a time for people, such as "12.3 ms"."""
     return f"{1e3 * seconds:.4g} ms"
 
 
@@ -187,15 +211,13 @@ class Candidate:
 
     Attributes:
         name: Its name in the report.
-        function: A `tf.function` that nobody else runs.
-        fresh: Makes the same without traces; the function to use, where `function` is a copy.
-        is_copy: Whether `function` is only a copy.
+        function: A `tf.function` for tuning alone.
+        best: The function to use afterwards, if it is not `function`.
     """
 
     name: str
     function: Any
-    fresh: Callable[[], Any]
-    is_copy: bool = False
+    best: Any = None
 
 
 def tune(
@@ -209,37 +231,44 @@ def tune(
 ) -> TuneReport:
     """Alternates runs of a function in float32 and low precision, and chooses the fastest.
 
-    The function runs some dozen times on the arguments given, a whole train step with its optimizer
-    too. Afterwards, also after an exception, which is raised as it is, everything is bit for bit as
-    before: variables, optimizers, and the random states of Keras, TensorFlow, NumPy and Python.
-    What the first call of a function would create, such as the slots of an optimizer, exists
-    afterwards, with its initial values. Effects outside TensorFlow are not undone: files that are
-    written, and effects of `tf.py_function`.
+    The function, which may be a whole train step with its optimizer, runs a few times per candidate
+    on the given arguments. Afterwards, also after an exception, the state is bit for bit as before:
+    variables, optimizers, and the random states of Keras, TensorFlow, NumPy and Python. Variables
+    that a first call would create, such as the slots of an optimizer, exist afterwards, with their
+    initial values. Effects outside TensorFlow are not undone, such as written files and effects of
+    `tf.py_function`.
 
-    float32 is the function as it is, always a candidate: the result is never slower than that.
-    Another one is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    All candidates run three rounds; then only those that the fastest does not beat so.
+    float32, the function as it is, is always a candidate: the result is never slower. Another
+    candidate is chosen only if it was faster in three quarters of the rounds, which noise is not.
+    After the first call, which compiles, all candidates are timed once, those within a factor of
+    1.5 of the fastest again, and those within 15 % twice more. Further rounds are for those that
+    are not slower in three quarters of the rounds. Candidates with the same graph run once.
+
+    The choice is kept in the user's cache: the next start of the program uses it without a run, and
+    the report says so. It is measured again for another graph, version, machine or argument, for op
+    lists or calibration data of your own, and with the environment variable `TFAMP_CACHE=off`.
 
     Args:
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
             Python function, which is run as a `tf.function`. Or what `tfamp.rewrite` returned: then
             its arguments, such as `keep_float32` and `op_lists`, hold for all candidates.
-        *args: The arguments of a call, with values. For arguments by name tune a function of your
+        *args: The arguments of a call, with values. For keyword arguments tune a function of your
             own, such as `lambda x: fn(x, training=True)`.
-        dtype: "float16" or "bfloat16"; None is what this machine multiplies natively, and bfloat16
-            where that is neither.
-        candidates: Names of placements of `tfamp.rewrite`; "float32" is added where it is missing.
-            "fused" is left out where there is nothing for XLA to compile, or no XLA.
+        dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively,
+            bfloat16 without one.
+        candidates: Names of placements of `tfamp.rewrite`; "float32" is added if it is missing.
+            "fused" is left out without ops for XLA to compile, or without XLA.
         max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
-            `TuneRow.error`. None is no bound, but results must be finite where float32's are.
-        rounds: How many times each candidate is timed at most.
-        seconds: Time after which no round begins but the first three.
+            `TuneRow.error`. With None results must only be finite where float32's are.
+        rounds: Largest number of times that each candidate is timed.
+        seconds: Time for the runs, after which no round begins except the first two. A candidate
+            whose first call takes this much longer than float32's is dropped.
 
     Returns:
-        The report: `report.best` is what to call from now on, `print(report.to_text())` tells why.
+        The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
 
     Raises:
-        TypeError, ValueError: An argument is wrong, or the function uses something whose state
+        TypeError, ValueError: An argument is wrong, or the function uses an object whose state
             cannot be restored, such as an iterator or a lookup table that it writes to; the message
             says what to do.
         RewriteError: The graph cannot be rewritten.
@@ -272,7 +301,7 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     """Makes candidates of a function, float32 first.
 
     Raises:
-        TypeError, ValueError: A name is not a candidate's; the message lists these.
+        TypeError, ValueError: A name is not the name of a candidate; the message lists these.
         RewriteError: Functions cannot be traced and run here.
     """
     chosen = tuple(dict.fromkeys((FLOAT32, *strings("candidates", names))))
@@ -284,17 +313,15 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
     if options.profile is None and set(placed) - {"lists"}:
-        # One profile for all of them, so that they share the graph behind its passes.
+        # With one profile all candidates share the graph after the first passes.
         with kept_random_states():
             options = dataclasses.replace(options, profile=find_profile().profile)
     traced = TracedFunction.of(fn)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
-    as_it_is = (lambda: fn) if isinstance(fn, kinds) else traced.unchanged
-    found = [Candidate(FLOAT32, traced.unchanged(), as_it_is, is_copy=True)]
-    for name in placed:
-        fresh = partial(RewrittenFunction, fn, dataclasses.replace(options, placement=name))
-        found.append(Candidate(name, fresh(), fresh))
-    return found
+    as_it_is = fn if isinstance(fn, kinds) else traced.unchanged()
+    settings = {name: dataclasses.replace(options, placement=name) for name in placed}
+    rewritten = [Candidate(name, RewrittenFunction(fn, settings[name])) for name in placed]
+    return [Candidate(FLOAT32, traced.unchanged(), as_it_is), *rewritten]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -302,13 +329,18 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
 
 @dataclass(eq=False)
 class _Run:
-    """A candidate while it is measured: its trace, a call, the error and a time for each round."""
+    """A graph while it is measured: its trace, a call, the error and a time for each round.
 
-    candidate: Candidate
+    `names` are the candidates with this graph, `first` is the time of the first call in seconds.
+    """
+
     trace: Any
     call: Callable[[], Any]
+    low_nodes: int
+    names: list[str] = field(default_factory=list)
     error: float = math.nan
-    repeats: int = 1
+    first: float = 0.0
+    repeats: int = 0
     times: list[float] = field(default_factory=list)
 
     @property
@@ -317,12 +349,21 @@ class _Run:
         return float(np.median(self.times))
 
     def is_faster_than(self, other: _Run) -> bool:
-        """Whether it took less time in three quarters of the rounds of both: in noise, in half.
+        """Whether it took less time in three quarters of the common rounds: noise does in half.
 
-        Times of one round are compared, as a slow phase of the machine slows both.
+        Times of the same round are compared, as a slow phase of the machine slows both.
         """
         ratios = [mine / theirs for mine, theirs in zip(self.times, other.times, strict=False)]
         return bool(np.percentile(ratios, 75) < 1.0)
+
+    def rows(self, is_chosen: bool) -> Iterator[TuneRow]:
+        """Yields a row for each candidate with this graph."""
+        first, *others = self.names
+        quartiles = (float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75)))
+        row = TuneRow(first, self.seconds, quartiles, self.error, is_chosen, self.low_nodes)
+        yield row
+        for name in others:
+            yield dataclasses.replace(row, candidate=name, chosen=False, same_as=first)
 
 
 def compare_candidates(
@@ -334,8 +375,12 @@ def compare_candidates(
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
+    kept: Sequence[int] = (),
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
+
+    If the user's cache has the choice, nothing runs. `kept` are the numbers of layers that stay
+    float32: the graph in float32 does not show them.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or calls change what cannot be restored.
@@ -351,36 +396,115 @@ def compare_candidates(
                 f"Tuning runs {name} on the arguments, which must have values: give a batch of "
                 f"data, got {leaf!r}."
             )
+    limits = (max_error, rounds, seconds)
     once = traced_once(TracedFunction.of(candidates[0].function))
-    generator = keras_hooks.global_seed_generator()
-    # No autocast casts here, and the report says what the warning would.
+    # Autocast is off, and the report replaces the warning.
     with current_modes.set_to(None), warnings.catch_warnings(), once:
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
-            runs = [
-                _Run(
-                    each, each.function.get_concrete_function(*args), partial(each.function, *args)
-                )
-                for each in candidates
-            ]
-            # One in which there is nothing to compile is "min_cut" once more.
-            runs = [r for r in runs if r.candidate.name != FUSED or has_fused(r.trace.graph)]
-            new_generator = keras_hooks.global_seed_generator() is not generator
-            with tf.init_scope():  # A tape around it must not record the runs.
-                _measure(runs, args, restore_randoms, _rounds(runs, max_error, rounds, seconds))
-        allowed = [each for each in runs if _is_within(each.error, max_error)]
-        better = [each for each in allowed if each.is_faster_than(runs[0])]
-        chosen = min([runs[0], *better], key=lambda each: each.seconds)
-        rows = tuple(_row(each, args, each is chosen) for each in runs)
-    anew = chosen.candidate.is_copy or new_generator or any(draws_random(r.trace) for r in runs)
-    return TuneReport(
-        function=name,
-        dtype=dtype,
-        rows=rows,
-        max_error=max_error,
-        rounds=max(len(each.times) for each in runs),
-        best=chosen.candidate.fresh() if anew else chosen.candidate.function,
-    )
+            generator = keras_hooks.global_seed_generator()
+            path = _file_of(candidates, args, (*limits, kept))
+            found, draws = _kept_choice(path, candidates), False
+            if found is None:
+                runs = _traced(candidates, args)
+                draws = keras_hooks.global_seed_generator() is not generator
+                draws = draws or any(draws_random(each.trace) for each in runs)
+                found = _keep(path, _measured_choice(runs, args, restore_randoms, limits))
+    chosen = next(row for row in found.rows if row.chosen)
+    (way,) = (each for each in candidates if each.name == chosen.candidate)
+    best = way.best or (way.function.copy() if draws else way.function)
+    return TuneReport(name, dtype, max_error=max_error, best=best, **found._asdict())
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+class _Choice(NamedTuple):
+    """The measured part of a report."""
+
+    rows: tuple[TuneRow, ...]
+    rounds: int
+    dropped: tuple[str, ...]
+    source: str = "measured now"
+
+
+def _file_of(candidates: Sequence[Candidate], args: Sequence[Any], limits: Any) -> Path | None:
+    """The file of the choice in the user's cache; None if the choice is not kept.
+
+    Choices with the user's own op lists or calibration data are not kept.
+    """
+    settings = {each.name: getattr(each.function, "settings", None) for each in candidates}
+    if any(each and (each.op_lists or each.calibration) for each in settings.values()):
+        return None
+    trace = candidates[0].function.get_concrete_function(*args)
+    return choice_file(trace, {"candidates": settings, "limits": limits})
+
+
+def _kept_choice(path: Path | None, candidates: Sequence[Candidate]) -> _Choice | None:
+    """Reads a choice; a damaged file is a warning and counts as missing."""
+    try:
+        fields = json.loads("null" if path is None else path.read_text(encoding="utf-8"))
+        if fields is None:
+            return None
+        rows = tuple(map(TuneRow.of, fields["rows"]))
+        names = {each.name for each in candidates}
+        (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
+        source = f"measured before, kept in {path}"
+        return _Choice(rows, int(fields["rounds"]), tuple(fields["dropped"]), source)
+    except OSError:
+        return None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        text = f"{path} is damaged or not a file of tfamp's, so tune measures again: {error!r}"
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+        return None
+
+
+def _keep(path: Path | None, found: _Choice) -> _Choice:
+    """Writes a choice to its file; returns it with its origin."""
+    if path is None:
+        return found
+    rows = [dataclasses.asdict(row) for row in found.rows]
+    text = json.dumps({"rows": rows, "rounds": found.rounds, "dropped": found.dropped})
+    costs = "The choice of tune cannot be kept, so the next start of the program measures again"
+    return found._replace(source=keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"'))
+
+
+# ---- Measuring -----------------------------------------------------------------------------------
+
+
+def _measured_choice(
+    runs: Sequence[_Run],
+    args: Sequence[Any],
+    restore_randoms: Callable[[], None],
+    limits: tuple[float | None, int, float],
+) -> _Choice:
+    with tf.init_scope():  # A tape around it must not record the runs.
+        _measure(runs, args, restore_randoms, _rounds(runs, *limits))
+    timed = [each for each in runs if each.times]
+    better = [each for each in timed if _is_within(each.error, limits[0])]
+    better = [each for each in better if each.is_faster_than(runs[0])]
+    chosen = min([runs[0], *better], key=lambda each: each.seconds)
+    rows = tuple(row for each in timed for row in each.rows(each is chosen))
+    dropped = tuple(name for each in runs if not each.times for name in each.names)
+    return _Choice(rows, max(len(each.times) for each in timed), dropped)
+
+
+def _traced(candidates: Sequence[Candidate], args: Sequence[Any]) -> list[_Run]:
+    """Traces candidates; those with the same graph become one run."""
+    runs: dict[Any, _Run] = {}
+    for each in candidates:
+        trace, plan = each.function.get_concrete_function(*args), None
+        # float32 has no plan, nor a function that could not be rewritten.
+        with contextlib.suppress(AttributeError, RewriteError):
+            plan = each.function.plan(*args)
+        is_fused = each.name == FUSED
+        if is_fused and not has_fused(trace.graph):
+            continue  # It equals "min_cut".
+        key = each.name if plan is None else (plan.retypes, plan.casts, is_fused)
+        low_nodes = 0 if plan is None else plan.summary.low_nodes
+        run = runs.setdefault(key, _Run(trace, partial(each.function, *args), low_nodes))
+        run.names.append(each.name)
+    return list(runs.values())
 
 
 def _measure(
@@ -397,58 +521,65 @@ def _measure(
         restore_randoms()
 
     references: list[Any] | None = None
+    bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
     try:
-        for each in runs:  # The very first runs are not timed: kernels are set up in them.
+        for each in runs:  # The first runs are not timed: they compile and set up kernels.
             restore()
+            start = time.monotonic()
             outputs = _float_tensors(each.call())
+            each.first = time.monotonic() - start
+            bar.add(1)
             references = outputs if references is None else references
             each.error = output_error(outputs, references)
-        for each in runs:
-            restore()
-            alone = max(together(each.call, 1), 1e-9)
-            each.repeats = min(math.ceil(_LEAST_SECONDS / alone), _MOST_REPEATS)
         for each in itertools.chain.from_iterable(rounds):
             restore()
-            each.times.append(together(each.call, each.repeats))
+            seconds = together(each.call, max(each.repeats, 1))
+            if not each.repeats:
+                each.repeats = min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
+                if each.repeats > 1:
+                    restore()
+                    seconds = together(each.call, each.repeats)
+            each.times.append(seconds)
+            bar.add(1)
     finally:
         restore()
+    bar.update(sum(1 + len(each.times) for each in runs), finalize=True)
 
 
 def _rounds(
     runs: Sequence[_Run], max_error: float | None, rounds: int, seconds: float
 ) -> Iterator[Sequence[_Run]]:
-    """Yields the candidates of each round: all, then those that may still be the fastest."""
-    end = time.monotonic() + seconds
+    """Yields the runs of each round: first all, then those that may still be the fastest."""
+    end = time.monotonic() + seconds - sum(each.first for each in runs)
+    limit = runs[0].first + max(seconds, _LEAST_LIMIT)
+    runs = [each for each in runs if each.first <= limit]
     for number in range(rounds):
         open_ones = runs
-        if number >= _FIRST_ROUNDS:
+        if number:
             allowed = [runs[0], *(each for each in runs[1:] if _is_within(each.error, max_error))]
             fastest = min(allowed, key=lambda each: each.seconds)
-            open_ones = [each for each in allowed if not fastest.is_faster_than(each)]
-            if len(open_ones) == 1 or time.monotonic() > end:
+            longest = (_FAR if number == 1 else _CLOSE) * fastest.seconds
+            open_ones = [
+                each
+                for each in allowed
+                if each.seconds < longest
+                and (number < _CLOSE_ROUNDS or not fastest.is_faster_than(each))
+            ]
+            if len(open_ones) == 1 or (number > 1 and time.monotonic() > end):
                 return
         yield open_ones
 
 
 def _is_within(error: float, bound: float | None) -> bool:
-    """Whether an error is allowed; an unknown one (NaN) only without a bound."""
+    """Whether an error is allowed; an unknown error (NaN) is allowed only without a bound."""
     return not math.isinf(error) if bound is None else error <= bound
-
-
-def _row(run: _Run, args: Sequence[Any], chosen: bool) -> TuneRow:
-    low_nodes = 0
-    # Neither float32 nor a function that could not be rewritten (`on_error="keep"`) has a plan.
-    with contextlib.suppress(AttributeError, RewriteError):
-        low_nodes = int(run.candidate.function.plan(*args).summary.low_nodes)
-    quartiles = (float(np.percentile(run.times, 25)), float(np.percentile(run.times, 75)))
-    return TuneRow(run.candidate.name, run.seconds, quartiles, run.error, chosen, low_nodes)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
 
 
 def output_error(values: Sequence[Any], references: Sequence[Any]) -> float:
-    """Returns the largest relative error of some tensors; NaN where one is unknown."""
+    """Returns the largest relative error of some tensors; NaN if one is unknown."""
     errors = [_relative_error(*each) for each in zip(values, references, strict=True)]
     return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
@@ -459,10 +590,10 @@ def _float_tensors(outputs: Any) -> list[Any]:
 
 
 def _relative_error(value: Any, reference: Any) -> float:
-    """Root mean square of the differences over that of the reference, where that is finite."""
+    """Root mean square of the differences over the reference's, where the reference is finite."""
     if value.shape != reference.shape:
         return math.inf
-    # On the device, so that only numbers come from there.
+    # Computed on the device, so that only scalars are copied from it.
     value, reference = tf.cast(value, "float64"), tf.cast(reference, "float64")
     counts = tf.math.is_finite(reference)
     if value.shape.num_elements() and not tf.reduce_any(counts):

@@ -7,10 +7,11 @@ iteration and thereby resets all of them, also those of optimizers that its func
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,13 +22,11 @@ from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
-from tfamp.training.gradients import Gradients, outside_the_graph
-from tfamp.training.scaling import PerTrace
+from tfamp.training.gradients import outside_the_graph
+from tfamp.training.scaling import GradientRecord, Mark
 from tfamp.training.weights import PlainWeights, apply_if_finite
 
 _FLOAT32 = float_format("float32")
-_Value = TypeVar("_Value")
-_ByOptimizer = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _Value]
 # What a state holds: PyTorch's names, and what may be there.
 _CHECKS: dict[str, Callable[[Any], float]] = {
     "scale": partial(options.checked_scale, "scale"),
@@ -107,7 +106,7 @@ class GradScaler(tf.Module):
         self._backoff_factor = _variable("float64", options.checked_backoff_factor(backoff_factor))
         interval = options.checked_count("growth_interval", growth_interval)
         self._growth_interval = _variable("int64", interval)
-        self._calls = _CallOrder()
+        self._iteration = _Iteration(self._scale)
 
     @as_written
     def scale(self, outputs: Any) -> Any:
@@ -150,9 +149,9 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return grads
         scaling.check_scales_no_loss(optimizer, "GradScaler")
-        self._calls.check_order("unscale", optimizer)
-        unscaled, finite = Gradients.unscaled_for(optimizer, grads, as_tensor(self._scale))
-        self._calls.record(optimizer, "unscale", gradient_lib.on_every_replica(finite))
+        record = self._iteration.record_for("unscale", optimizer)
+        unscaled = record.unscale(optimizer, grads, everywhere=True)
+        self._iteration.note(record.all_finite)
         return unscaled
 
     @as_written
@@ -186,14 +185,14 @@ class GradScaler(tf.Module):
         scaling.check_scales_no_loss(optimizer, "GradScaler")
         gradient_lib.check_gradients(grads, variables)
         gradient_lib.check_in_replica()
-        self._calls.check_order(call, optimizer)
+        record = self._iteration.record_for(call, optimizer)
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
-        divisor = self._calls.divisor(optimizer, as_tensor(self._scale))
-        # Also what unscale found, perhaps in another function, and clipping has hidden since.
-        gradients = Gradients(grads, variables, divisor)
-        finite = gradients.all_finite_everywhere(self._calls.may_step(optimizer))
-        self._calls.record(optimizer, "step", finite)
+        gradients = record.take(grads, variables)
+        # An overflow that unscale found, perhaps in another function, may have been clipped since.
+        finite = gradients.all_finite_everywhere(record.all_finite)
+        record.stepped.set()
+        self._iteration.note(finite)
         apply_if_finite(PlainWeights(optimizer), gradients, finite)
         return finite
 
@@ -213,15 +212,15 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return
         if new_scale is None:
-            self._calls.check_recorded()
-            self._follow_the_rule(self._calls.all_finite())
+            self._iteration.check_noted()
+            self._follow_the_rule(self._iteration.all_finite)
         elif tf.is_tensor(new_scale):
             scale = tf.reshape(tf.cast(new_scale, "float32"), [])
             usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
             self._scale.assign(tf.where(usable, scale, self._scale))
         else:
             self._scale.assign(options.checked_scale("new_scale", new_scale))
-        self._calls.start_next()
+        self._iteration.start_next()
 
     @as_written
     def minimize(
@@ -330,48 +329,44 @@ _TOO_LATE = {
 }
 
 
-class _CallOrder:
+class _Record(GradientRecord):
+    """Record of an optimizer's gradients since the last update, with its step."""
+
+    def __init__(self, scale: Any, make_mark: Callable[[], Mark]) -> None:
+        super().__init__(scale, unscaled=make_mark(), nonfinite=make_mark())
+        self.stepped = make_mark()
+
+    @property
+    def last_call(self) -> str | None:
+        """The last call, in eager mode also one in a function; None without one."""
+        if not tf.executing_eagerly():
+            return super().last_call
+        return "step" if self.stepped.is_set else "unscale" if self.unscaled.is_set else None
+
+
+class _Iteration:
     """The calls of one scaler since its last update.
 
     A call out of order raises in eager mode, and while a function is traced if the trace holds both
     calls. To check it when a function runs would make the host wait for the device in every step.
     """
 
-    def __init__(self) -> None:
-        # All int64: comparisons of int32 are made on the host.
-        self._now = _variable("int64", 0)
-        self._checked, self._nonfinite = _variable("int64", -1), _variable("int64", -1)
-        # The iterations of each optimizer's last calls, and of its last nonfinite gradients.
-        self._marks: _ByOptimizer[dict[str, tf.Variable]] = weakref.WeakKeyDictionary()
-        self._traced: PerTrace[_ByOptimizer[str]] = PerTrace(weakref.WeakKeyDictionary)
+    def __init__(self, scale: tf.Variable) -> None:
+        self._scale = scale
+        # int64, as comparisons of int32 run on the host.
+        self._number = _variable("int64", 0)
+        self._checked, self._nonfinite = self._mark(), self._mark()
+        self._records: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
 
-    def _is_now(self, optimizer: keras.optimizers.Optimizer, mark: str) -> Any:
-        return tf.equal(self._marks_of(optimizer)[mark], self._now)
+    def _mark(self) -> Mark:
+        return Mark(_variable("int64", -1), self._number)
 
-    def _marks_of(self, optimizer: keras.optimizers.Optimizer) -> dict[str, tf.Variable]:
-        def create() -> None:
-            names = ("unscale", "step", "nonfinite")
-            self._marks[optimizer] = {name: _variable("int64", -1) for name in names}
-
-        if optimizer not in self._marks:
-            extended = tf.distribute.get_strategy().extended
-            if tf.distribute.has_strategy() and not extended.variable_created_in_scope(self._now):
-                raise ValueError(
-                    "This GradScaler was created outside the scope of the strategy it is used in, "
-                    "so its replicas would share one scale. Create it under strategy.scope()."
-                )
-            outside_the_graph(create)
-        return self._marks[optimizer]
-
-    def _last_call(self, optimizer: keras.optimizers.Optimizer) -> str | None:
-        """The last call in this iteration; "" for none, None for a call in another function."""
-        if not tf.executing_eagerly():
-            return self._traced.current().get(optimizer)
-        return next((call for call in ("step", "unscale") if self._is_now(optimizer, call)), "")
-
-    def check_order(self, call: str, optimizer: keras.optimizers.Optimizer) -> None:
-        """Raises if a call, "unscale", "step" or "minimize", does not come in order."""
-        last = self._last_call(optimizer)
+    def record_for(self, call: str, optimizer: keras.optimizers.Optimizer) -> _Record:
+        """Returns an optimizer's record; raises if a call does not come in order."""
+        if optimizer not in self._records:
+            self._create_record(optimizer)
+        record = self._records[optimizer]
+        last = record.last_call
         if last in _TOO_LATE[call]:
             fault = "has already been called" if call == last else f"is called after {last}()"
             raise RuntimeError(
@@ -379,46 +374,49 @@ class _CallOrder:
                 "call unscale() at most once, then step() or, without unscale(), minimize(), then "
                 "update()."
             )
+        if last is None:
+            record.forget_here()  # Eager calls of an iteration that a function ended.
+        return record
 
-    def check_recorded(self) -> None:
-        """Raises, in eager mode, if nothing was recorded in this iteration."""
-        if tf.executing_eagerly() and tf.not_equal(self._checked, self._now):
+    def _create_record(self, optimizer: keras.optimizers.Optimizer) -> None:
+        extended = tf.distribute.get_strategy().extended
+        if tf.distribute.has_strategy() and not extended.variable_created_in_scope(self._number):
+            raise ValueError(
+                "This GradScaler was created outside the scope of the strategy it is used in, "
+                "so its replicas would share one scale. Create it under strategy.scope()."
+            )
+
+        def create() -> None:
+            self._records[optimizer] = _Record(self._scale, self._mark)
+
+        outside_the_graph(create)
+
+    def note(self, finite: Any) -> None:
+        """Records that gradients were checked, and whether they were finite."""
+        self._checked.set()
+        self._nonfinite.set(tf.logical_not(finite))
+
+    def check_noted(self) -> None:
+        """Raises, in eager mode, if no gradients were checked in this iteration."""
+        if tf.executing_eagerly() and not self._checked.is_set:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(). Call step() or unscale() first, "
                 "with every optimizer of the iteration."
             )
 
-    def record(self, optimizer: keras.optimizers.Optimizer, call: str, finite: Any) -> None:
-        """Notes a call, "unscale" or "step", with finite gradients or not."""
-        marks = self._marks_of(optimizer)
-        for mark in (marks[call], self._checked):
-            mark.assign(self._now)
-        for mark in (marks["nonfinite"], self._nonfinite):
-            mark.assign(tf.where(finite, mark, self._now))
-        if not tf.executing_eagerly():
-            self._traced.current()[optimizer] = call
-
-    def divisor(self, optimizer: keras.optimizers.Optimizer, scale: Any) -> Any:
-        """What an optimizer's gradients are still to be divided by."""
-        last = self._last_call(optimizer)
-        known = None if last is None else last == "unscale"
-        return scaling.divisor_of(scale, known, lambda: self._is_now(optimizer, "unscale"))
-
-    def may_step(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        """Whether no gradient found so far, in any function, forbids a step; a bool tensor."""
-        return tf.logical_not(self._is_now(optimizer, "nonfinite"))
-
+    @property
     def all_finite(self) -> Any:
         """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
-        return tf.not_equal(self._nonfinite, self._now)
+        return tf.logical_not(self._nonfinite.is_set)
 
     def start_next(self) -> None:
-        """Forgets everything."""
-        self._now.assign_add(1)
-        self._traced.current().clear()
+        """Starts the next iteration, which clears all marks."""
+        self._number.assign_add(1)
+        for record in self._records.values():
+            record.forget_here()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CallOrder:
-        return _CallOrder()  # A copy starts an iteration of its own.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Iteration:
+        return _Iteration(copy.deepcopy(self._scale, memo))  # A copy starts its own iteration.
 
 
 # ---- Values ---------------------------------------------------------------------------------

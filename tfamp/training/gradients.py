@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,21 +42,8 @@ class Gradients:
 
     @classmethod
     def of_any(cls, values: list[Any], divisor: Any = None) -> Gradients:
-        """Gradients of variables that are not known."""
+        """Gradients of unknown variables."""
         return cls(values, [None] * len(values), divisor)
-
-    @classmethod
-    def unscaled_for(cls, optimizer: Any, values: list[Any], divisor: Any) -> tuple[list[Any], Any]:
-        """Divides gradients, perhaps not all, for the variables an optimizer was built with.
-
-        Returns them, and whether all are finite then.
-        """
-        variables = list(getattr(optimizer, "_trainable_variables", ()))
-        # Without one for each gradient it is not known which are a variable's next value.
-        fits = len(variables) == len(values)
-        scaled = cls(values, variables, divisor) if fits else cls.of_any(values, divisor)
-        unscaled = scaled.unscaled().values
-        return unscaled, cls.of_any(unscaled).all_finite()
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """The gradients with their variables."""
@@ -80,12 +66,11 @@ class Gradients:
     def all_finite(self) -> Any:
         """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
         checked = self.checked or [False] * len(self.values)
-        ways = defaultdict(list)
-        for (gradient, variable), known in zip(self.pairs(), checked, strict=True):
-            if gradient is not None and not known:
-                way = _finite_squares if _takes_squares(gradient, variable) else _finite_each
-                ways[way].append((gradient, variable))
-        found = [way(pairs, self.divisor) for way, pairs in ways.items()]
+        found = [
+            _is_finite(gradient, variable, self.divisor)
+            for (gradient, variable), known in zip(self.pairs(), checked, strict=True)
+            if gradient is not None and not known
+        ]
         return ops.all(ops.stack(found)) if found else ops.convert_to_tensor(True)
 
     def all_finite_everywhere(self, before: Any) -> Any:
@@ -184,52 +169,15 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 # ---- Checking ------------------------------------------------------------------------------------
 
 
-_Pairs = Sequence[tuple[Any, Any]]
-
-
-def _takes_squares(gradient: Any, variable: Any) -> bool:
-    """Whether a sum of squares is the fastest way to see that a gradient is finite."""
-    return (
-        runs_tensorflow()
-        # The host would wait for the device between the two looks at squares.
-        and not tf.executing_eagerly()
-        and not isinstance(gradient, tf.IndexedSlices)
-        and dtype_name(gradient) == "float32"
-        and not is_next_value(variable)
-    )
-
-
-def _finite_squares(pairs: _Pairs, divisor: Any) -> Any:
-    # The sum of the squares takes one look at a gradient, and is finite only where every element
-    # is; under 2**30 every element is in float16's range, and a finite one in bfloat16's. Where it
-    # is not, which is rare, every element is looked at.
-    sums = tf.stack([tf.nn.l2_loss(gradient) for gradient, _ in pairs])
-    sums = sums if divisor is None else sums / divisor / divisor
-    limits = tf.constant([_limit_of_squares(variable) for _, variable in pairs])
-    return tf.cond(
-        tf.reduce_all(sums < limits),
-        lambda: tf.constant(True),
-        lambda: _finite_each(pairs, divisor),
-    )
-
-
-def _limit_of_squares(variable: Any) -> float:
-    narrow = variable is not None and dtype_name(variable) == "float16"
-    return 2.0**30 if narrow else math.inf
-
-
-def _finite_each(pairs: _Pairs, divisor: Any) -> Any:
-    checks = []
-    for gradient, variable in pairs:
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        own = None if is_next_value(variable) else divisor
-        if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
-            checks.append(_low_finite(values, variable, own))
-            continue
-        values = _quotient(values, own)
-        values = values if variable is None else ops.cast(values, dtype_name(variable))
-        checks.append(ops.all(ops.isfinite(values)))
-    return ops.all(ops.stack(checks))
+def _is_finite(gradient: Any, variable: Any, divisor: Any) -> Any:
+    # Without a branch, for which a GPU would have to wait: a step branches once, to update or not.
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    divisor = None if is_next_value(variable) else divisor
+    if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
+        return _low_finite(values, variable, divisor)
+    values = _quotient(values, divisor)
+    values = values if variable is None else ops.cast(values, dtype_name(variable))
+    return ops.all(ops.isfinite(values))
 
 
 def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:

@@ -9,9 +9,9 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,11 +20,9 @@ from keras import ops
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import LossScale, LossScaleState, next_state
-from tfamp.interop.keras_hooks import as_tensor, described
+from tfamp.interop.keras_hooks import as_tensor, built_for, described
 from tfamp.interop.patching import Patch, level_of_user
-from tfamp.training.gradients import Gradients, dtype_name, widened
-
-_State = TypeVar("_State")
+from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 
 
 def check_scales_no_loss(optimizer: Any, user: str) -> None:
@@ -78,94 +76,116 @@ def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
             variable.assign(ops.cast(new, variable.dtype))
 
 
-def divisor_of(scale: Any, unscaled: bool | None, noted: Callable[[], Any]) -> Any:
-    """What gradients are still to be divided by: the scale, or None where they are unscaled.
+class Mark(NamedTuple):
+    """A flag in a variable, shared by functions that are traced separately.
 
-    `unscaled` is None where that only shows at run time; then `noted`, a scalar bool, says it.
+    It is set while the variable equals `value`. Where that is a counter, counting clears all marks.
     """
-    if unscaled is None:
-        return ops.where(noted(), 1.0, scale)
-    return None if unscaled else scale
+
+    variable: Any
+    value: Any
+
+    @property
+    def is_set(self) -> Any:
+        """Whether it is set, a scalar bool tensor."""
+        return ops.equal(as_tensor(self.variable), as_tensor(self.value))
+
+    def set(self, where: Any = True) -> None:
+        """Sets it if a scalar bool holds."""
+        self.variable.assign(ops.where(where, as_tensor(self.value), as_tensor(self.variable)))
+
+    def clear(self) -> None:
+        """Clears it, if it is a bool variable."""
+        self.variable.assign(not self.value)
 
 
-class UnscaledGradients:
-    """Which gradients an optimizer has unscaled since its last apply, and whether they were finite.
+class GradientRecord:
+    """Record of one optimizer's gradients since its last step: unscaled? all finite?
 
-    In the graph where they were unscaled that is a fact of the program text. For an apply in
-    another graph two variables hold it.
+    Calls in the graph that is being traced are facts of the program text, kept per graph. The two
+    marks hold them for an apply in another graph.
 
     Args:
         scale: Variable with the loss scale.
-        pending: Bool variable: something was unscaled and not applied.
-        finite: Bool variable: everything that was unscaled was finite.
+        unscaled: Mark of gradients that were unscaled and not applied.
+        nonfinite: Mark of unscaled gradients that were not finite.
     """
 
-    def __init__(self, scale: Any, pending: Any, finite: Any) -> None:
-        self._scale, self._pending, self._finite = scale, pending, finite
-        self._windows = PerTrace(_Window)
+    def __init__(self, scale: Any, unscaled: Mark, nonfinite: Mark) -> None:
+        self._scale, self.unscaled, self.nonfinite = scale, unscaled, nonfinite
+        self._calls = _CallsPerGraph()
 
     @property
     def all_finite(self) -> Any:
-        """Whether all that were unscaled since the last apply were finite, a bool tensor."""
-        return as_tensor(self._finite)
+        """Whether all gradients unscaled since the last step were finite, a bool tensor."""
+        return ops.logical_not(self.nonfinite.is_set)
 
-    def unscale(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
-        """Unscales gradients for an optimizer, once; checks them and notes both."""
-        window, given = self._windows.current(), _tensors(gradients)
-        if any(key in window.tensors for key in given):
+    @property
+    def last_call(self) -> str | None:
+        """The last call in this graph, "unscale" or "step"; None without one."""
+        return self._calls.current().last
+
+    def unscale(self, optimizer: Any, gradients: list[Any], everywhere: bool = False) -> list[Any]:
+        """Unscales gradients for an optimizer, once; checks them and records both.
+
+        `everywhere` makes the replicas agree on the check now instead of in their step.
+        """
+        calls, given = self._calls.current(), _tensors(gradients)
+        if any(key in calls.tensors for key in given):
             raise ValueError(
                 "These gradients have been unscaled already since the last apply; unscaling them "
                 "again would divide by the loss scale twice. Call get_unscaled_gradients once on "
                 "the gradients of each backward pass, then apply_gradients."
             )
-        unscaled, finite = Gradients.unscaled_for(optimizer, gradients, as_tensor(self._scale))
-        # The replicas agree on it when they apply: nothing is sent here.
-        self._finite.assign(ops.logical_and(self.all_finite, finite))
-        self._pending.assign(True)
-        window.is_open = True
-        window.tensors.update(given | _tensors(unscaled))
+        variables = built_for(optimizer)
+        # The optimizer's variables match the gradients only if there are as many.
+        targets = variables if len(variables) == len(gradients) else [None] * len(gradients)
+        unscaled = Gradients(gradients, targets, as_tensor(self._scale)).unscaled().values
+        finite = Gradients.of_any(unscaled).all_finite()
+        self.nonfinite.set(ops.logical_not(on_every_replica(finite) if everywhere else finite))
+        self.unscaled.set()
+        calls.last = "unscale"
+        calls.tensors.update(given | _tensors(unscaled))
         return unscaled
-
-    def known_here(self) -> bool:
-        """Whether something was unscaled in this graph since the last apply."""
-        return self._windows.current().is_open
 
     def take(
         self, gradients: list[Any], targets: list[Any], unscaled: bool | None = None
     ) -> Gradients:
-        """Gradients with what they are still to be divided by; forgets what is known of them here.
+        """Returns gradients for a step, with their remaining divisor.
 
-        `unscaled` is what the caller says of them, None for nothing.
+        `unscaled` is the caller's statement about them, None for none.
         """
-        window = self._windows.take()
-        # What the variable's own dtype can hold was not known when they were unscaled.
+        calls = self._calls.end()
+        self._calls.current().last = "step"
+        # The range of the variable's own dtype was unknown when they were unscaled.
         checked = [
-            id(gradient) in window.tensors and dtype_name(target) not in LOW_PRECISION
+            id(gradient) in calls.tensors and dtype_name(target) not in LOW_PRECISION
             for gradient, target in zip(gradients, targets, strict=True)
         ]
-        if window.is_open and unscaled is None:
+        # Eager calls may be followed by a step in a function, which only the mark shows.
+        if unscaled is None and calls.last == "unscale" and not tf.executing_eagerly():
             unscaled = True
-        divisor = divisor_of(as_tensor(self._scale), unscaled, lambda: as_tensor(self._pending))
-        return Gradients(gradients, targets, divisor, checked)
+        scale = as_tensor(self._scale)
+        known = ops.where(self.unscaled.is_set, 1.0, scale) if unscaled is None else scale
+        return Gradients(gradients, targets, None if unscaled else known, checked)
 
-    def drop_pending(self) -> None:
-        """Forgets, unless it is known here, that something was unscaled and not applied."""
-        if not self.known_here():
-            self._pending.assign(False)
+    def forget_here(self) -> None:
+        """Forgets the calls in this graph."""
+        self._calls.end()
 
-    def start_next(self) -> None:
-        """Starts the next step."""
-        self._pending.assign(False)
-        self._finite.assign(True)
+    def forget_elsewhere(self) -> None:
+        """Forgets that gradients were unscaled and not applied, unless it was in this graph."""
+        if self.last_call != "unscale":
+            self.unscaled.clear()
 
 
 @dataclass
-class _Window:
-    """What was unscaled since the last apply, in one graph or in eager mode."""
+class _Calls:
+    """Calls since the last step, in one graph or in eager mode."""
 
-    is_open: bool = False  # Whether anything was.
-    # What was unscaled and the results, by identity: the one is finite if the other is. Weak: a
-    # window must not keep a step's gradients alive.
+    last: str | None = None
+    # Gradients that were unscaled and the results, by identity: the one is finite if the other is.
+    # Weak: a record must not keep a step's gradients alive.
     tensors: weakref.WeakValueDictionary[int, Any] = field(
         default_factory=weakref.WeakValueDictionary
     )
@@ -176,38 +196,30 @@ def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
     return {id(value): value for value in values if tf.is_tensor(value)}
 
 
-class PerTrace(threading.local, Generic[_State]):
-    """One state for each graph that is traced and one for eager mode, in each thread.
+class _CallsPerGraph(threading.local):
+    """The calls in each graph that is traced, and those in eager mode, in each thread.
 
     Whether a method has been called is a fact of the program text, not of a step: it belongs to
     the graph that is being traced. Keeping it per graph makes it hold under retracing and in
     several functions; per thread, because each replica of a `MirroredStrategy` traces in a thread
     of its own.
-
-    Args:
-        make: Returns a new state. A state must not keep tensors alive, they keep their graph alive.
     """
 
-    def __init__(self, make: Callable[[], _State]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._make = make
-        self._states: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
+        self._by_graph: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
     def _here(self) -> Any:
         return self if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
-    def current(self) -> _State:
-        """The state of the graph being traced, or of eager mode."""
-        return self._states.setdefault(self._here(), self._make())
+    def current(self) -> _Calls:
+        return self._by_graph.setdefault(self._here(), _Calls())
 
-    def take(self) -> _State:
-        """The same, for the last time: a new one takes its place."""
-        state = self.current()
-        del self._states[self._here()]
-        return state
+    def end(self) -> _Calls:
+        return self._by_graph.pop(self._here(), _Calls())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PerTrace[_State]:
-        return PerTrace(self._make)  # What was called on one object says nothing of its copy.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CallsPerGraph:
+        return _CallsPerGraph()  # Calls on one object are none on its copy.
 
 
 # ---- A warning where every step is skipped -------------------------------------------------------

@@ -33,7 +33,7 @@ def gradient(x, shape=(ROWS, WIDTH), data_format="NHWC"):
 
 
 def run(function, x):
-    """What a function gives after its rewrite for a CPU."""
+    """Results of a function after its rewrite for a CPU."""
     graph = rewritten(graph_of(function)).graph_def
     assert graph_op_dtypes(graph)["Sum"] == {"bfloat16"}
     assert "BiasAddGrad" not in graph_op_dtypes(graph)

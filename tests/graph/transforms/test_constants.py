@@ -128,7 +128,7 @@ W = tf.reshape(tf.range(12, dtype=tf.float32), (3, 4)) / 8
 
 
 def rewritten(function, dtype):
-    """What a function gives in low precision for X and W, and the dtypes of its Selects."""
+    """Results of a function in low precision for X and W, and the dtypes of its Selects."""
     result = tfamp.rewrite(tf.function(function), dtype=dtype, placement="lists")
     operations = result.concrete(X, W).graph.get_operations()
     selects = {op.outputs[0].dtype.name for op in operations if op.type == "SelectV2"}

@@ -16,7 +16,7 @@ START = tf.random.stateless_normal((WIDTH, WIDTH), (3, 4)) * 0.3
 
 
 def rounds(body, *start):
-    """What a loop makes of its first variable; it is one in graphs too, and never unrolled."""
+    """The first result of a loop, which is also a loop in graphs and never unrolled."""
     return tf.while_loop(
         lambda i, *_: i < ROUNDS,
         lambda i, *values: (i + 1, *body(*values)),

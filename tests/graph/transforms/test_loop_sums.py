@@ -1,4 +1,4 @@
-"""What a loop of a gradient adds up in every round: one op behind the loop."""
+"""Sums over the iterations of a gradient's loop become one op behind the loop."""
 
 import keras
 import numpy as np
@@ -136,7 +136,7 @@ def used_elsewhere(_):
 
 
 def without_a_list(_):
-    """A loop of which XLA would not know how many rows there are."""
+    """A loop for which XLA would not know the number of rows."""
 
     def body(i, total, state):
         return i + 1, total + tf.linalg.matmul(state, X, transpose_a=True), tf.tanh(state)

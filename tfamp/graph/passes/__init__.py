@@ -1,1 +1,1 @@
-"""What is done to a graph before and after the plan: one pass a file."""
+"""Graph-to-graph rewrites before and after the plan, one pass a file."""

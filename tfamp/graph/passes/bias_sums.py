@@ -1,9 +1,9 @@
-"""Gradients of biases become sums that add up in float32.
+"""Replaces gradients of biases with sums that accumulate in float32.
 
 The bfloat16 kernels of BiasAddGrad lose small terms: over 8192 rows CPUs are off by half, and GPUs
-by some percent, as their blocks add to the result in bfloat16. So the op is on no list, and a Cast
-of the whole upstream gradient would come before it. Sum of the same rows adds up in float32, on
-both, and rounds once.
+by some percent, as their blocks add to the result in bfloat16. So the op is not listed, and would
+need a Cast of the whole upstream gradient. Sum accumulates the same rows in float32, on both kinds
+of device, and rounds once.
 
 Source: `core/kernels/bias_op_gpu.cu.cc` and `reduction_gpu_kernels.cu.h` of TensorFlow 2.21.
 """
@@ -11,8 +11,6 @@ Source: `core/kernels/bias_op_gpu.cu.cc` and `reduction_gpu_kernels.cu.h` of Ten
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import cast
 
 import tensorflow as tf
@@ -20,45 +18,31 @@ import tensorflow as tf
 from tfamp.graph.editor import GraphEditor, attribute
 from tfamp.graph.op_lists import OpLists
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import GraphIndex, RewritePlan
+from tfamp.planning.structures import RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
 _LEAST_RANK = 2
 
 
-def with_sums(options: RewriteOptions, indexes: Sequence[GraphIndex]) -> RewriteOptions:
-    """Returns options by which gradients of biases may be low, as `run` makes them sums.
+def with_sums(options: RewriteOptions, graph: GraphEditor) -> RewriteOptions:
+    """Returns options that allow low gradients of biases, as `run` replaces them with sums.
 
-    As they are where the op is on a list, as on Grappler's, where Sum may not be low, and where
-    the rank of a gradient is not known.
+    Unchanged if the op is on a list, as on Grappler's, if Sum may not be low, or if the rank of a
+    gradient is unknown.
     """
     colors = options.colors
     safe = _GRADIENT not in colors and colors.get(_SUM) in ("allow", "infer")
-    if options.device == "tpu" or not safe:
+    gradients = ((body, node) for body in graph.bodies for node in body.of_types(_GRADIENT))
+    known = all(len(body.dims(node.input[0])) >= _LEAST_RANK for body, node in gradients)
+    if options.device == "tpu" or not safe or not known:
         return options
-    if not all(map(_ranks_are_known, indexes)):
-        return options
-    lists = _with_gradients(cast(OpLists, options.op_lists))
+    lists = cast(OpLists, options.op_lists).with_changes(infer_add=[_GRADIENT])
     changed = dataclasses.replace(options, op_lists=lists)
     return changed if changed.updates == options.updates else options
 
 
-@functools.lru_cache
-def _with_gradients(lists: OpLists) -> OpLists:
-    return lists.with_changes(infer_add=[_GRADIENT])
-
-
-def _ranks_are_known(index: GraphIndex) -> bool:
-    taken = (
-        index.shapes.get(index.tensor(edge), ())
-        for edge in index.edges
-        if index.node_of(edge.target).op == _GRADIENT
-    )
-    return all(len(shape) >= _LEAST_RANK for shape in taken)
-
-
 def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
-    """Makes each BiasAddGrad that the plan has converted to bfloat16 a Sum, in place."""
+    """Replaces each BiasAddGrad that the plan converted to bfloat16 with a Sum, in place."""
     retyped = {(retype.scope, retype.node) for retype in plan.retypes}
     for body in graph.bodies:
         for node in body.of_types(_GRADIENT):

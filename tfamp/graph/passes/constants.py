@@ -1,12 +1,12 @@
-"""Constants are stored in the dtype to which they are cast.
+"""Stores constants in the dtype to which they are cast.
 
 w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the value
 is cast when the graph is written, not each time it runs, and the constant takes half the bytes.
 w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul) before that.
 
-In any rewritten graph the constants that Selects choose stay finite. With softmax(where(mask,
-logits, -2e38)), float32's softmax gives a row that is masked as a whole equal weights; cast to
-float16, the constant is -inf, and that row NaN.
+In any rewritten graph the constants that Selects choose stay finite. In softmax(where(mask,
+logits, -2e38)) a fully masked row has equal weights in float32; cast to float16, the constant is
+-inf and the row NaN.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tfamp.planning.structures import RewritePlan, node_name, reach
 def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
-    Only for ops that pass them on as they are or compare them: in arithmetic, infinity is an error
-    that shows, and another value one that does not.
+    Only for ops that select or compare: in arithmetic infinity is a visible error, and a clipped
+    value a silent one.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
@@ -106,16 +106,16 @@ def _fold_body(body: GraphEditor) -> list[str]:
 
 
 def _only_casts(node: Any) -> bool:
-    """Whether a node does nothing but pass a constant on or cast it to a low dtype."""
+    """Whether a node only passes a constant on or casts it to a low dtype."""
     casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
     alone = len(node.input) == 1 == len(tensor_inputs(node))
     return alone and (casts or node.op == "Identity")
 
 
 def _store(body: GraphEditor, constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
-    """Makes the first Cast to a dtype the constant, and the others its copies.
+    """Replaces the first Cast to each dtype with a constant, and the others with copies of it.
 
-    Finite values of a larger magnitude than `limit` become it.
+    Finite values are clipped to `limit`.
     """
     stored: dict[int, Any] = {}
     given = constant.attr["value"].tensor
@@ -142,7 +142,7 @@ def _store(body: GraphEditor, constant: Any, casts: Iterable[Any], limit: float 
 
 
 def _cast_before_loops(graph: GraphEditor) -> Iterator[tuple[str, str]]:
-    """Hoists Casts of invariant float32 arguments out of loops; yields those that are gone."""
+    """Hoists Casts of invariant float32 arguments out of loops; yields the removed ones."""
     for loop in own_loops(graph):
         for i, (argument, _) in enumerate(loop.variables):
             if argument.type != FLOAT32_TYPE or any(_uses(graph, node, i) for node in loop.nodes):
@@ -154,14 +154,14 @@ def _cast_before_loops(graph: GraphEditor) -> Iterator[tuple[str, str]]:
 
 
 def _uses(graph: GraphEditor, loop: Any, i: int) -> bool:
-    """Whether something uses a result of a loop."""
+    """Whether a result of a loop has consumers."""
     outputs = {graph.tensor(loop, i), f"{loop.name}:{i}"}
     users = (graph.by_name[user] for user in graph.consumers[loop.name])
     return loop.name in graph.kept or any(not outputs.isdisjoint(user.input) for user in users)
 
 
 def _casting_users(loop: Loop, i: int) -> list[Any]:
-    """The nodes that take a body's argument, if it is not changed, and only cast to one dtype."""
+    """The consumers of an invariant argument of a body, if they only cast it to one dtype."""
     body, (argument, result) = loop.body, loop.variables[i]
     same = set(loop.copies(argument.name))
     names = (user for tensor in sorted(same) for user in body.consumers[node_name(tensor)])
@@ -173,7 +173,7 @@ def _casting_users(loop: Loop, i: int) -> list[Any]:
 
 
 def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
-    """Makes a variable of a loop low."""
+    """Converts a variable of a loop to a low dtype."""
     dtype, graph = tf.as_dtype(low), loop.graph
     for node in users:
         loop.body.become_identity(node, low)
@@ -181,10 +181,7 @@ def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
     body, condition = loop.body.graph.signature, loop.condition.graph.signature
     body.output_arg[i].type = body.input_arg[i].type = condition.input_arg[i].type = low
     for node in loop.nodes:
-        types = {"SrcT": tf.float32, "DstT": dtype, "Truncate": False}
-        inputs = list(node.input)
-        inputs[i] = graph.add(
-            f"{node.name}/{i}-CastBefore", "Cast", [inputs[i]], device=node.device, **types
-        )
-        graph.set_inputs(node, inputs)
+        wanted, dtypes = f"{node.name}/{i}-CastBefore", (tf.float32, dtype)
+        made = graph.cast(wanted, node.input[i], dtypes, device=node.device)
+        graph.connect(made, [(node.name, i)])
         node.attr["T"].list.type[i] = low

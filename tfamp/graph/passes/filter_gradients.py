@@ -1,12 +1,12 @@
-"""Gradients of convolutions by their filters become faster ops, on CPUs.
+"""Replaces filter gradients of convolutions with faster ops, on CPUs.
 
-oneDNN's kernels for them take longer than its product of the image, transposed, and the upstream
-gradient, which is the gradient of a filter of one pixel. Where a larger filter sees patches that do
-not overlap, SpaceToDepth makes each patch one pixel.
+The gradient of a 1x1 filter is the product of the transposed image and the upstream gradient, for
+which oneDNN is faster than for its filter gradients. If the patches of a larger filter do not
+overlap, SpaceToDepth first makes each patch one pixel.
 
-For depthwise convolutions it has no kernels, and TensorFlow's take long for large filters: there
-each image of a batch is convolved with its upstream gradient, all as channels of one image, which
-is a depthwise convolution too.
+oneDNN has no depthwise filter gradients, and TensorFlow's are slow for large filters. Such a
+gradient convolves each image of a batch with its upstream gradient; with the batch moved into the
+channels that is one depthwise convolution.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tfamp.planning.structures import FLOAT32
 _GRADIENT = "Conv2DBackpropFilter"
 _DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
 _ONCE = [1, 1, 1, 1]
-# With fewer, as images have, moving the pixels of patches together takes what the product gains.
+# With fewer, as images have, gathering the patches takes longer than the product gains.
 _LEAST_CHANNELS = 1 << 5
-# Of a depthwise filter: for smaller ones the gradient's own kernel is faster.
+# Of a depthwise filter: for smaller ones the original op is faster.
 _LEAST_TAPS = 25
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """The convolution of a gradient, by shapes.
+    """The shapes of the convolution of a gradient.
 
     Attributes:
-        image: Batch, height, width, channels; a batch that is not known is -1.
+        image: Batch, height, width, channels; an unknown batch is -1.
         result: The same of the convolution's result.
         filter: Height, width, channels of both.
-        stride: By how many pixels it moves on, down and to the right.
-        zeros: Rows above and below the image, and columns on its left and right.
+        stride: Vertical and horizontal stride.
+        zeros: Padding above and below, left and right.
     """
 
     image: Sequence[int]
@@ -52,7 +52,7 @@ class _Convolution:
 
     @property
     def has_patches(self) -> bool:
-        """Whether the filter sees square patches of the image, each pixel once."""
+        """Whether the patches are square and tile the image."""
         size = self.filter[0]
         square = list(self.stride) == list(self.filter[:2]) == [size, size]
         whole = all(a == b * size for a, b in zip(self.image[1:3], self.result[1:3], strict=True))
@@ -60,17 +60,17 @@ class _Convolution:
 
     @property
     def is_large(self) -> bool:
-        """Whether a depthwise filter, of one for each channel, is."""
+        """Whether a depthwise filter with multiplier 1 is large."""
         each_channel = self.filter[3] == 1 and 0 not in (self.image[0], self.result[0])
         dense = list(self.stride) == [1, 1]
         return dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
 
 def run(graph: GraphEditor, options: RewriteOptions) -> None:
-    """Makes gradients by filters other ops where these are faster, in place.
+    """Replaces filter gradients with other ops where these are faster, in place.
 
-    Filters of more than one tap only where products of the low dtype are faster than float32's:
-    only there it was measured.
+    Filters of several taps only if low products are faster than float32's by the profile, where the
+    gain was measured.
     """
     peaks = options.machine.peaks["matmul"]
     low_is_faster = peaks[options.dtype] > peaks[FLOAT32]
@@ -98,7 +98,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def _convolution(body: GraphEditor, node: Any) -> _Convolution | None:
-    """Its shapes; None where the graph does not have them."""
+    """The shapes of a gradient's convolution; None if the graph does not have them."""
     image, result = body.dims(node.input[0]), body.dims(node.input[2])
     kernel = body.dims(body.tensor(node))
     if not len(image) == len(result) == len(kernel) == 4:
@@ -113,7 +113,7 @@ def _convolution(body: GraphEditor, node: Any) -> _Convolution | None:
 
 
 def _zeros(node: Any, axis: int, missing: int) -> tuple[int, int]:
-    """How many zeros are in front of an image and behind it, along an axis that needs so many."""
+    """Padding before and after an image along an axis, by its total."""
     padding = node.attr["padding"].s
     before = max(missing, 0) // 2 if padding == b"SAME" else 0
     if padding == b"EXPLICIT":
@@ -122,14 +122,14 @@ def _zeros(node: Any, axis: int, missing: int) -> tuple[int, int]:
 
 
 class _Builder:
-    """Adds the ops that compute a gradient, which becomes a Reshape of their result."""
+    """Adds the ops that compute a gradient; its node becomes a Reshape of their result."""
 
     def __init__(self, body: GraphEditor, node: Any, shapes: _Convolution) -> None:
         self._body, self._node, self._shapes = body, node, shapes
         self._image, _, self._upstream = node.input[:3]
 
     def multiply(self) -> None:
-        """Multiplies the image, transposed, and the upstream gradient."""
+        """Multiplies the transposed image and the upstream gradient."""
         found, image = self._shapes, self._image
         size, columns = found.filter[0], found.filter[3]
         width = math.prod(found.filter[:3])
@@ -145,11 +145,11 @@ class _Builder:
         self._finish(self._add("product", "MatMul", inputs, [width, columns], **transposed))
 
     def convolve(self) -> None:
-        """Convolves each image with its upstream gradient, and adds up over the batch."""
+        """Convolves each image with its upstream gradient, and sums over the batch."""
         found = self._shapes
         (batch, *rows, channels), taps = found.image, found.filter[:2]
         columns = batch * channels if batch > 0 else -1
-        # A batch that is not known may be empty, and no convolution is of no channels.
+        # An unknown batch may be empty, and a convolution needs a channel.
         more = (0, 0 if batch > 0 else channels)
         dims = [1, *rows, columns]
         image = self._as_channels(self._image, found.image, dims)
@@ -166,13 +166,13 @@ class _Builder:
         self._finish(self._add("sum", "Sum", inputs, [*taps, channels], **axes))
 
     def _as_channels(self, images: str, dims: Sequence[int], shape: Sequence[int]) -> str:
-        """Images in a shape that has the batch of them as a part of its channels."""
+        """Moves the batch of images into the channels."""
         order = (1, 2, 0, 3)
         inputs, sizes = [images, self._constant("perm", order)], [dims[i] for i in order]
         return self._reshaped(self._add("moved", "Transpose", inputs, sizes, Tperm=tf.int32), shape)
 
     def _padded(self, image: str, dims: Sequence[int], edges: Sequence[tuple[int, int]]) -> str:
-        """An image with zeros in front of it and behind it, along each axis."""
+        """Pads an image with zeros along each axis."""
         if not any(map(any, edges)):
             return image
         pairs = zip(dims, edges, strict=True)

@@ -1,21 +1,20 @@
-"""Elementwise arithmetic between products and convolutions, as functions that XLA compiles.
+"""Fuses elementwise arithmetic between products and convolutions into functions for XLA.
 
-TensorFlow's kernels take a pass over memory for each op; XLA makes one of many. Products and
-convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XLA's.
+TensorFlow's kernels take a pass over memory for each op; XLA fuses many ops into one pass. Products
+and convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XLA's.
 
-What may be one call: of two nodes on a way that leads through a product, the product waits for the
-first and the second for the product. So every node has a depth, how often the longest way to it
-goes into a device's arithmetic or out of it, and what hangs together at one depth is a group: no
-way leads out of it and back. A node that only one later group uses belongs to that: its result is
-not stored.
+A group must not contain both an ancestor and a descendant of a product: the call would wait for
+itself. So every node has a depth, the largest number of times that a path to it enters or leaves
+fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and returns.
+A node that only one later group uses belongs to that group, so that its result is not stored.
 
-Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
+Identical groups, as of repeated layers, call one function, which is compiled once.
 
-In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
-XLA on CPUs longer than the op. What is stored is rounded. What a function computes of a float16
-tensor that it stores too is computed of the unrounded one, but of infinity where the stored one has
-overflowed: all see an overflow or none. Outside stays what asks for the rounding of a value: a Cast
-that is cast back at once, and comparisons of two tensors.
+Inside a function all arithmetic is float32: XLA on CPUs would round low arithmetic after every op,
+which takes longer than the op. Results are rounded when they are stored. If a function stores a
+float16 tensor and also uses it, it uses the unrounded values, but infinity where the stored value
+overflows, so that every consumer sees the overflow. Nodes that depend on rounding stay outside: a
+Cast that is cast back at once, and comparisons of two tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -52,8 +51,8 @@ from tfamp.planning.structures import (
     reach,
 )
 
-# What computes with floats, as many passes over memory as there are ops. Not Max and Min, of which
-# XLA's take no notice of NaN on CPUs.
+# Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do not
+# propagate NaN.
 _COMPUTES = op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
     Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
@@ -62,33 +61,33 @@ _COMPUTES = op_types("""
     SoftplusGrad SparseSoftmaxCrossEntropyWithLogits Sqrt SqrtGrad Square SquaredDifference Sub Sum
     Tanh TanhGrad
 """)
-# What gives a tensor another shape, which takes no time.
+# Ops that only change the shape, which takes no time.
 _RESHAPES = op_types("ExpandDims Reshape Squeeze")
-# Of tensors it may ask whether one is taken from the other, as a largest value is: only where both
-# are rounded is it equal. With a constant it asks no such thing.
+# Comparisons of two tensors may depend on rounding: a largest value equals its element only if both
+# are rounded. Comparisons with a constant do not.
 _COMPARES = op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
-# What moves values, and counts in no group, but may stand between what computes.
+# Ops that move values: they do not make a group pay, but may join one.
 _MOVES = _RESHAPES | op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
 """)
-# What is known when a function is compiled if its inputs are.
+# Ops with results that are known when a function is compiled if their inputs are.
 _KNOWN_IF_INPUTS_ARE = op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
-_COMPUTED_IN = ("T", "SrcT", "DstT")  # The attributes that tell it.
+_COMPUTED_IN = ("T", "SrcT", "DstT")  # Attributes with the dtype of the arithmetic.
 _MOST_KNOWN = 64
-# With fewer ops, or on tensors with fewer elements, a call takes what it gains.
+# With fewer ops, or smaller tensors, the overhead of a call exceeds its gain.
 _LEAST = 4
 _LEAST_ELEMENTS = 1 << 14
-# What is computed again where that saves storing it: no reductions, and no error functions.
+# Ops that are recomputed rather than stored: not reductions or error functions.
 _CHEAP = (_COMPUTES | _RESHAPES) - op_types("""
     AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
 _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
-# A tensor of so many times fewer elements is stored in no time.
+# The time to store a tensor of so many times fewer elements is negligible.
 _SMALL = 16
 _COMPILED = "_XlaMustCompile"
 _FLOAT16_OVERFLOWS_AT = 65520.0  # Halfway from its largest number to the next: ties go to even.
-# XLA's take no notice of a NaN in their second operand.
+# XLA's kernels ignore a NaN in the second operand.
 _CHOOSES = {"Maximum": "Greater", "Minimum": "Less"}
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
@@ -102,11 +101,10 @@ def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
 def fuse(graph: GraphEditor, least: int = _LEAST) -> int:
     """Replaces groups of fusible nodes with calls of compiled functions, in place.
 
-    Nodes of functions, as of loops, are left alone, and so is all of a graph with control flow of
-    TensorFlow 1. Returns how many calls there are; each group computes with large tensors in at
-    least so many ops.
+    Functions, such as bodies of loops, stay as they are, and so does a graph with control flow of
+    TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large tensors.
     """
-    if has_old_control_flow(graph.nodes):
+    if has_old_control_flow(graph):
         return 0
     groups = _Groups(graph, least)
     made: dict[bytes, str] = {}
@@ -119,7 +117,7 @@ def fuse(graph: GraphEditor, least: int = _LEAST) -> int:
 
 
 def has_fused(graph: tf.Graph) -> bool:
-    """Whether a graph has a call that `fuse` has made."""
+    """Whether a graph has a call that `fuse` added."""
     ends = (op.name for op in graph.get_operations() if op.type == "PartitionedCall")
     return any(_CALL in name for name in ends)
 
@@ -135,8 +133,8 @@ class _Groups:
         known: The names of nodes whose values are known when a function is compiled: small
             constants, shapes, and what is computed from them.
         own: The nodes of each group, in the order they run in.
-        members: What each group computes, copies of other groups' nodes included, in order.
-        staying: The nodes of groups that stay in the graph too.
+        members: All nodes that each group computes, recomputed ones of other groups included.
+        staying: The nodes of groups that also stay in the graph.
     """
 
     def __init__(self, graph: GraphEditor, least: int) -> None:
@@ -148,22 +146,26 @@ class _Groups:
                 value = tf.compat.v1.AttrValue(tensor=shape)
                 graph.become(node, "Const", (), dtype=dtype, value=value)
         for node in graph.of_types("Const"):
-            graph.set_inputs(node, ())  # It waits for nothing.
+            graph.set_inputs(node, ())  # No control inputs.
         nodes = graph.by_name
-        before = {name: list(map(node_name, node.input)) for name, node in nodes.items()}
-        self._ordered = producers_first(nodes, before.__getitem__)
-        self._places = {name: number for number, name in enumerate(self._ordered)}
+        taken = {name: dict.fromkeys(map(node_name, n.input)) for name, n in nodes.items()}
         self.known: set[str] = set()
-        for name in self._ordered:
-            if self._is_known(nodes[name], before[name]):
+        self._places: dict[str, int] = {}
+        # The inputs of each node without those that are known, and devices of fusible nodes.
+        self._inputs: dict[str, list[str]] = {}
+        self._devices: dict[str, str] = {}
+        depths: dict[str, int] = {}
+        for place, name in enumerate(producers_first(nodes, taken.__getitem__)):
+            node = nodes[name]
+            if self._is_known(node, taken[name]):
                 self.known.add(name)
-        # What runs before each node, without what is known.
-        self._inputs = {
-            name: [e for e in dict.fromkeys(taken) if e in nodes and e not in self.known]
-            for name, taken in before.items()
-        }
-        self._fusible = {name for name in nodes if self._is_fusible(nodes[name])}
-        self.own = [group for group in self._connected() if self._pays(group, least)]
+            self._inputs[name] = [e for e in taken[name] if e in nodes and e not in self.known]
+            if self._is_fusible(node):
+                self._devices[name] = str(node.device)
+            self._places[name] = place
+            depths[name] = self._depth(name, depths)
+        self._move_to_later_groups(depths)
+        self.own = [group for group in self._connected(depths) if self._pays(group, least)]
         self._fused = {name for group in self.own for name in group}
         self.members = [self._in_order({*group, *self._copies(group)}) for group in self.own]
         # For each node the groups that compute it.
@@ -171,15 +173,14 @@ class _Groups:
         for number, members in enumerate(self.members):
             for name in members:
                 self._computing[name].add(number)
-        # A tensor is stored once: who takes it in another shape reshapes it outside.
+        # A tensor is stored once: reshapes of it for consumers outside stay outside.
         self.staying: set[str] = set()
-        for name in reversed(self._ordered):
-            is_reshaped = name in self._computing and nodes[name].op in _RESHAPES
-            if is_reshaped and self.is_used_outside(name):
+        for name in reversed(self._in_order(self._computing)):
+            if nodes[name].op in _RESHAPES and self.is_used_outside(name):
                 self.staying.add(name)
 
     def is_used_outside(self, name: str) -> bool:
-        """Whether something takes what a group computes, and not in that group or again."""
+        """Whether a node of a group has consumers that do not compute it themselves."""
         return name in self.graph.kept or any(
             user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
             for user in self.graph.consumers[name]
@@ -200,7 +201,7 @@ class _Groups:
         return math.prod(dim.size for dim in dims) <= _MOST_KNOWN
 
     def _is_fusible(self, node: Any) -> bool:
-        """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
+        """Whether a node moves values, or computes with floats only, which XLA always supports."""
         if node.name in self.known or self._is_rounding(node):
             return False
         if node.op in _COMPARES and self.known.isdisjoint(map(node_name, node.input)):
@@ -210,50 +211,46 @@ class _Groups:
         return computes or node.op in _MOVES
 
     def _is_rounding(self, node: Any) -> bool:
-        """Whether a Cast to a low dtype is cast back at once: it rounds, which XLA would omit."""
+        """Whether a Cast to a low dtype is cast back at once: XLA would remove the rounding."""
         if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
         return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
 
-    def _connected(self) -> Iterator[list[str]]:
-        """Nodes that can be one call, in the order they run in."""
-        depths = self._depths()
-        linked = defaultdict[str, list[str]](list)
-        for name in self._fusible:
-            for each in self._inputs[name]:
-                if self._device(each) == self._device(name) and depths[each] == depths[name]:
-                    linked[name].append(each)
-                    linked[each].append(name)
-        seen: set[str] = set()
-        for name in self._ordered:
-            if name in self._fusible and name not in seen:
-                group = reach([name], linked.__getitem__)
-                seen.update(group)
-                yield self._in_order(group)
+    def _depth(self, name: str, depths: Mapping[str, int]) -> int:
+        """How often the longest way to a node enters or leaves fusible nodes of one device."""
+        here = self._devices.get(name)
+        inputs = self._inputs[name]
+        return max((depths.get(i, 0) + (here != self._devices.get(i)) for i in inputs), default=0)
 
-    def _device(self, name: str) -> str | None:
-        """The device of a node that can be part of a group; None for others."""
-        return str(self.graph.by_name[name].device) if name in self._fusible else None
-
-    def _depths(self) -> dict[str, int]:
-        depths: dict[str, int] = {}
+    def _move_to_later_groups(self, depths: dict[str, int]) -> None:
+        """Gives nodes that only one later group uses its depth."""
         later = defaultdict[str, set[tuple[str | None, int]]](set)
-        for name in self._ordered:
-            here = self._device(name)
-            ways = (depths.get(i, 0) + (here != self._device(i)) for i in self._inputs[name])
-            depths[name] = max(ways, default=0)
-        for name in reversed(self._ordered):
-            here = self._device(name)
+        for name in reversed(self._places):
+            here = self._devices.get(name)
             if here is not None and len(later[name]) == 1:
                 ((there, depth),) = later[name]
                 depths[name] = depth if there == here else depths[name]
             for each in self._inputs[name]:
                 later[each].add((here, depths[name]))
-        return depths
+
+    def _connected(self, depths: Mapping[str, int]) -> Iterator[list[str]]:
+        """Groups of nodes that can be one call, in topological order."""
+        linked = defaultdict[str, list[str]](list)
+        for name, device in self._devices.items():
+            for each in self._inputs[name]:
+                if self._devices.get(each) == device and depths[each] == depths[name]:
+                    linked[name].append(each)
+                    linked[each].append(name)
+        seen: set[str] = set()
+        for name in self._devices:
+            if name not in seen:
+                group = reach([name], linked.__getitem__)
+                seen.update(group)
+                yield self._in_order(group)
 
     def _pays(self, group: Sequence[str], least: int) -> bool:
-        """Whether a call takes less than the ops of a group."""
+        """Whether a call is faster than the ops of a group."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
         sizes = (max(map(self._elements, (n.name, *tensor_inputs(n)))) for n in computing)
@@ -262,9 +259,9 @@ class _Groups:
     # ---- Recomputation ---------------------------------------------------------------------------
 
     def _copies(self, group: Sequence[str]) -> set[str]:
-        """What a group takes from others and computes faster than it is stored and read.
+        """Nodes of other groups that a group recomputes, as storing and reading takes longer.
 
-        From tensors that it takes anyway, from small ones, and from those of `_sources`.
+        From its other inputs, small tensors, and `_sources`.
         """
         given = self._in_order({each for name in group for each in self._inputs[name]} - {*group})
         there = {name for name in given if name not in self._fused} | self._sources(given)
@@ -278,9 +275,9 @@ class _Groups:
         return copies
 
     def _sources(self, given: Iterable[str]) -> set[str]:
-        """What is taken instead of tensors that are computed of it alone.
+        """Tensors to read instead of ones that are computed from them alone.
 
-        It is there anyway, as a product, or two need it: one is stored instead of two.
+        A source exists anyway, as a product does, or replaces two tensors with one.
         """
         ways = [list(self._way_up(name)) for name in given if name in self._fused]
         counts = Counter(itertools.chain.from_iterable(ways))
@@ -291,7 +288,7 @@ class _Groups:
         return sources
 
     def _way_up(self, name: str) -> Iterator[str]:
-        """A tensor, what it is computed of if that is only one that is not small, and so on."""
+        """A tensor, its only large input, the only large input of that, and so on."""
         small = self._elements(name) / _SMALL
         for _ in range(_MOST_COPIES):
             yield name
@@ -301,7 +298,7 @@ class _Groups:
             (name,) = large
 
     def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
-        """The nodes that compute a tensor of what is there; None if others or too many would."""
+        """The cheap nodes that compute a tensor from available ones; None if it takes others."""
         small = self._elements(name) / _SMALL
         needed: set[str] = set()
         pending = [name]
@@ -323,7 +320,7 @@ class _Groups:
 
 
 def _insert(graph: GraphEditor, group: Sequence[str], body: _Body) -> None:
-    """Adds the call of a group; nodes whose results others take pass on what it returns."""
+    """Adds the call of a group; nodes with outside consumers pass on its results."""
     nodes = [graph.by_name[name] for name in group]
     inside = {f"^{name}" for name in group}
     waits = dict.fromkeys(w for node in nodes for w in control_inputs_of(node) if w not in inside)
@@ -345,7 +342,7 @@ def _insert(graph: GraphEditor, group: Sequence[str], body: _Body) -> None:
 
 
 def _call_attrs(graph: GraphEditor, made: dict[bytes, str], function: Any) -> dict[str, Any]:
-    """The attributes of a call of a function, which is added if none that was made is like it."""
+    """The attributes of a call of a function, which is added unless an identical one exists."""
     key = function.SerializeToString(deterministic=True)
     library = graph.graph.library.function
     if key not in made:
@@ -360,12 +357,12 @@ def _call_attrs(graph: GraphEditor, made: dict[bytes, str], function: Any) -> di
 
 
 class _Body:
-    """A function that computes the nodes of a group, in float32. Names in it do not depend on its.
+    """A function that computes the nodes of a group in float32, with names of its own.
 
     Attributes:
         given: The tensors of the graph that it is called with.
         call_attrs: The attributes of its call.
-        dtypes_of_results: Those of the outputs of each node whose results others take.
+        dtypes_of_results: The output dtypes of each node with outside consumers.
     """
 
     def __init__(self, groups: _Groups, number: int, made: dict[bytes, str]) -> None:
@@ -391,7 +388,7 @@ class _Body:
         self.call_attrs = _call_attrs(self._graph, made, function)
 
     def _add(self, node: Any, stored: bool = False) -> list[tf.DType]:
-        """Adds what computes a node; returns the dtypes of its outputs in the graph."""
+        """Adds the ops that compute a node; returns its output dtypes in the graph."""
         own = self._body.signature(node)
         taken = zip(tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
         inputs = [self._tensor(name, dtype) for name, dtype in taken]
@@ -410,7 +407,7 @@ class _Body:
         return self._body.by_name[node_name(tensor)]
 
     def _computed(self, node: Any, inputs: Sequence[str]) -> str:
-        """The first tensor that a node makes of inputs."""
+        """Adds the op of a node with other inputs; returns its first output."""
         if node.op in _CHOOSES:
             return self._chosen(_CHOOSES[node.op], *inputs)
         if node.op == _CROSS_ENTROPY:
@@ -422,10 +419,9 @@ class _Body:
         return self._op(node.op, inputs, **attrs | dict.fromkeys(low, tf.float32))
 
     def _overflowed(self, tensor: str) -> str:
-        """The values unrounded, and infinite where float16 has none.
+        """Replaces values that overflow in float16 with infinity, without rounding the others.
 
-        Casts to float16 and back would do the same, but XLA for GPUs removes them
-        (`SimplifyFPConversions`).
+        A Cast to float16 and back would not do: XLA for GPUs removes it (`SimplifyFPConversions`).
         """
         limit, infinity = map(self._constant, (_FLOAT16_OVERFLOWS_AT, math.inf))
         size = self._op("Abs", [tensor], T=tf.float32)
@@ -434,7 +430,7 @@ class _Body:
         return self._op("SelectV2", [fits, tensor, infinite], T=tf.float32)
 
     def _chosen(self, comparison: str, one: str, other: str) -> str:
-        """The one that compares so with the other, and NaN where either is."""
+        """Selects by a comparison, propagating NaN."""
         better = self._op(comparison, [one, other], T=tf.float32)
         is_nan = self._op("NotEqual", [one, one], T=tf.float32)
         either = self._op("LogicalOr", [better, is_nan])
@@ -444,7 +440,7 @@ class _Body:
         return self._body.constant(self._free_name, value, dtype=tf.float32)
 
     def _tensor(self, tensor: str, dtype: tf.DType) -> str:
-        """How a tensor is spelled in the function, which takes it if it does not compute it."""
+        """The tensor in the function; an argument if the function does not compute it."""
         tensor, name = tensor.removesuffix(":0"), node_name(tensor)
         if tensor not in self._spelled and name in self._known:
             self._add(self._graph.by_name[name])
@@ -467,7 +463,7 @@ class _Body:
 
 
 def _wide(dtype: tf.DType) -> tf.DType:
-    """The dtype in which a function has what is of a dtype in the graph."""
+    """The dtype in a function of tensors of a dtype in the graph."""
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
@@ -480,13 +476,13 @@ def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DT
     return found
 
 
-# XLA's own cross entropy makes a dense tensor of the labels, takes the loss from a pass over all
-# classes, and computes every exponential again for the gradient and for each sum of it.
+# XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over all
+# classes, and recomputes every exponential for the gradient and for each sum of it.
 
 
 @functools.cache
 def _cross_entropy_function(labels_dtype: int) -> Any:
-    """A function, without a name, of float32 logits and labels: losses, gradients by the logits."""
+    """An unnamed function from float32 logits and labels to losses and logit gradients."""
     function = tf.function(_cross_entropy, autograph=False)
     with tf.Graph().as_default() as graph:
         logits = tf.compat.v1.placeholder(tf.float32, [None, None])
@@ -497,7 +493,7 @@ def _cross_entropy_function(labels_dtype: int) -> Any:
 
 
 def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """Labels that are no class give NaN, as XLA's op does."""
+    """Out-of-range labels give NaN, as with XLA's op."""
     top = tf.reduce_max(logits, -1)
     exponentials = tf.exp(logits - top[:, tf.newaxis])
     total = tf.reduce_sum(exponentials, -1)

@@ -1,8 +1,8 @@
-"""Weights that a loop of a training step reads in every iteration are read before it.
+"""Hoists reads of weights out of the loops of a training step.
 
 w -> While(body: w -> ReadVariableOp -> Cast -> MatMul) becomes w -> ReadVariableOp ->
-While(body: MatMul), where the Cast then goes before the loop too: an LSTM casts its weights once
-a step and not once a token.
+While(body: MatMul), where the Cast is hoisted too: an LSTM casts its weights once a step, not once
+a token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfamp.graph.editor import (
     tensor_inputs,
     writes_variable,
 )
-from tfamp.graph.functions import reached_bodies
+from tfamp.graph.functions import calls_in, reached_bodies
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import LOOPS, node_name, reach
@@ -29,12 +29,12 @@ from tfamp.planning.structures import LOOPS, node_name, reach
 def run(graph: GraphEditor, options: RewriteOptions) -> None:
     """Hoists reads of float32 variables out of the loops of a training step, in place.
 
-    Only reads of variables that the graph writes behind the loop, with what the loop led to: such a
-    graph is the last to need gradients by them. In others, one that clips its weights before it
-    uses them included, a loop's constants stay float32, as their gradients, which would get the
-    same dtype, add up over the iterations. Loops in functions and fetched ones stay.
+    Only reads of variables that the graph later writes with values that depend on the loop: then no
+    other graph needs gradients by them. Elsewhere, such as in a step that clips its weights before
+    it uses them, a loop's invariants stay float32, as their gradients, which would get the same
+    dtype, add up over the iterations. Loops in functions and fetched ones stay.
 
-    `graph.weights` has the new arguments of the loops' functions then.
+    Adds the new arguments of the loops' functions to `graph.weights`.
     """
     for loop in own_loops(graph):
         if loop.is_single and not _writes(graph, loop.node):
@@ -46,7 +46,7 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
 
 
 def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
-    """The reads of float32 variables in the body of a loop, with the handles in the graph."""
+    """The reads of float32 variables in the body of a loop, with their handles in the graph."""
     # A loop may carry handles, and exchange them.
     same = {
         argument.name: handle
@@ -61,7 +61,7 @@ def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
 
 def _writes(graph: GraphEditor, node: Any) -> bool:
     """Whether a node, or a function that it runs, may write variables."""
-    inside = (op for body in reached_bodies(graph, [node]) for op in body.by_op)
+    inside = (op for body in reached_bodies(graph, calls_in([node])) for op in body.by_op)
     return any(writes_variable(op) or op in PYTHON for op in (node.op, *inside))
 
 
@@ -78,12 +78,13 @@ def _written_behind(loop: Loop, handles: set[str]) -> set[str]:
 
 
 def _behind(graph: GraphEditor, start: str) -> Collection[str]:
-    """The nodes that a node's results lead to, also through variables that are written and read."""
+    """The descendants of a node, also through variables that are written and read."""
 
     def users(name: str) -> Iterator[str]:
         is_loop = name in loops
         for user in graph.consumers[name]:
-            # A read waits for a write. What only waits for a loop does not depend on its results.
+            # A read waits for a write. A node that only waits for a loop does not depend on its
+            # results.
             taken = map(node_name, tensor_inputs(graph.by_name[user]))
             if not is_loop or name in taken:
                 yield user
@@ -93,7 +94,7 @@ def _behind(graph: GraphEditor, start: str) -> Collection[str]:
 
 
 def _hoist(loop: Loop, read: Any, handle: str) -> None:
-    """Reads a variable before a loop, and gives the loop the value."""
+    """Reads a variable before a loop, and passes the value to the loop."""
     node, body = loop.node, loop.body
     attrs = {name: read.attr[name] for name in ("dtype", SHAPES) if name in read.attr}
     inputs = [handle, *control_inputs_of(node)]

@@ -1,9 +1,9 @@
-"""Sums over the rounds of a loop become one op behind the loop.
+"""Replaces sums over the iterations of a loop with one op behind the loop.
 
-The gradient of a weight that a loop uses is a product in every round, of as many rows as the batch
-has, and the sum of these products: each round writes and reads matrices as large as the weight. One
-product of the rows of all rounds is the same. It adds up in float32 in every dtype, and the loop
-keeps the rows in lists. So with the gradient of a bias.
+The gradient of a weight that a loop uses is a sum of products, one an iteration, each with as many
+rows as the batch: an iteration reads and writes matrices as large as the weight. One product of the
+rows of all iterations is equal, and accumulates in float32 in every dtype; the loop stores the rows
+in TensorLists. The same holds for the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tfamp.planning.structures import node_name, reach
 _VARIANT = tf.variant.as_datatype_enum
 _ADDING = frozenset({"Add", "AddN", "AddV2"})
 _PRODUCT, _BIAS = "MatMul", "BiasAddGrad"
-# Ops whose result is the list that is their first input, or made of it.
+# Ops whose result is the list of their first input, or derived from it.
 _PASSING = frozenset({"Identity", "TensorListPopBack", "TensorListPushBack"})
 _LISTS = {"element_dtype": tf.float32, "shape_type": tf.int32}
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """A loop variable that only adds up.
+    """A loop variable that accumulates a sum.
 
     Attributes:
         variable: Its number.
-        term: The node that makes what is added in a round: it adds up rows itself.
-        total: The node that adds it.
-        copies: Identities on the way.
+        term: The node that computes the summand of an iteration; it reduces rows itself.
+        total: The node that adds the summand.
+        copies: Identities between.
         dims: The dimensions of the term's inputs, -1 for unknown ones.
     """
 
@@ -48,7 +48,7 @@ class _Sum:
 
     @property
     def pays(self) -> bool:
-        """Whether the rows of a round take less memory than the sum."""
+        """Whether the rows of an iteration take less memory than the sum."""
         if self.term.op != _PRODUCT:
             return False
         known = ([None if dim < 0 else dim for dim in each] for each in self.dims)
@@ -57,12 +57,12 @@ class _Sum:
 
 
 def run(graph: GraphEditor, options: RewriteOptions) -> None:
-    """Takes sums of products of rows out of the loops of gradients, in place.
+    """Hoists sums of products of rows out of the loops of gradients, in place.
 
-    Where nothing else uses the sum in the loop, ranks and widths are known, and the rows of a round
-    take less memory than the sum does. A loop counts as one of a gradient if it takes from a list
-    in every round what a loop before it kept there: then the rows of all rounds are no more than
-    that list may hold, which XLA has to know. Loops in functions and fetched ones stay.
+    Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of an
+    iteration take less memory than the sum. A loop belongs to a gradient if every iteration pops
+    from a list that an earlier loop pushed to: the size of that list bounds the number of rows,
+    which XLA requires. Loops in functions and fetched ones stay.
     """
     loops = {loop.node.name: loop for loop in own_loops(graph)}
     for loop in loops.values():
@@ -70,16 +70,16 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
         sums = list(_sums(loop)) if length else []
         rows = {tensor for each in sums if each.pays for tensor in each.term.input}
         if length and rows:
-            # Other sums go along where they need no rows but those of products.
+            # Other sums are hoisted too if they only need rows that are stored anyway.
             sums = [each for each in sums if rows.issuperset(each.term.input)]
             _add_up_behind(loop, sums, length)
 
 
-# ---- How often a loop runs -----------------------------------------------------------------------
+# ---- The number of iterations --------------------------------------------------------------------
 
 
 def _most_rounds(loop: Loop, loops: Mapping[str, Loop]) -> str | None:
-    """A tensor that no loop of a gradient runs more often than: the length of a list it empties."""
+    """A bound of the iterations of a gradient's loop: the length of a list that it empties."""
     popped = [node.input[0] for node in loop.body.of_types("TensorListPopBack")]
     lengths = (
         _length(loop.node.input[i], loop.graph, loops)
@@ -90,7 +90,7 @@ def _most_rounds(loop: Loop, loops: Mapping[str, Loop]) -> str | None:
 
 
 def _length(tensor: str, graph: GraphEditor, loops: Mapping[str, Loop]) -> str | None:
-    """How many elements a list may have that a loop has pushed its elements to."""
+    """The maximal length of a list that a loop has pushed its elements to."""
     loop, place = loops.get(node_name(tensor)), graph.port(tensor)
     if loop is None or not 0 <= place < len(loop.variables):
         return None
@@ -101,7 +101,7 @@ def _length(tensor: str, graph: GraphEditor, loops: Mapping[str, Loop]) -> str |
 
 
 def _is_one_list(loop: Loop, variable: int) -> bool:
-    """Whether a variable is one list, which elements are pushed to or popped from."""
+    """Whether a variable is a single list that is only pushed to and popped from."""
     argument, result = loop.variables[variable]
 
     def made_of(tensor: str) -> Sequence[str]:
@@ -112,7 +112,7 @@ def _is_one_list(loop: Loop, variable: int) -> bool:
     return bool(start == argument.name)
 
 
-# ---- What a loop only adds up --------------------------------------------------------------------
+# ---- Sums in a loop ------------------------------------------------------------------------------
 
 
 def _sums(loop: Loop) -> Iterator[_Sum]:
@@ -135,7 +135,7 @@ def _sums(loop: Loop) -> Iterator[_Sum]:
 
 
 def _past_copies(body: GraphEditor, tensor: str) -> tuple[str, list[Any]]:
-    """What a tensor is a copy of that nothing else uses, and the Identities between."""
+    """The origin of a tensor past Identities with no other consumers, and these Identities."""
     copies = []
     while (node := body.by_name.get(node_name(tensor))) is not None and node.op == "Identity":
         if not _is_free(body, node, 1) or node in copies:
@@ -146,12 +146,12 @@ def _past_copies(body: GraphEditor, tensor: str) -> tuple[str, list[Any]]:
 
 
 def _is_free(body: GraphEditor, node: Any, inputs: int) -> bool:
-    """Whether a node is used once, takes so many tensors, and waits for nothing."""
+    """Whether a node has one consumer, so many inputs, and no control inputs."""
     return body.uses(node.name) == 1 and len(node.input) == inputs and not control_inputs_of(node)
 
 
 def _row_dims(body: GraphEditor, term: Any) -> list[list[int]]:
-    """The dimensions of a node's inputs, if it adds up rows and they are known; else []."""
+    """The dimensions of a node's inputs, if it reduces rows and they are known; else []."""
     is_product = term.op == _PRODUCT
     transposed = attribute(term, "transpose_a").b and not attribute(term, "transpose_b").b
     adds_rows = transposed if is_product else term.op == _BIAS
@@ -163,11 +163,11 @@ def _row_dims(body: GraphEditor, term: Any) -> list[list[int]]:
     return dims if all(len(each) == 2 and each[1] >= 1 for each in dims) else []
 
 
-# ---- The same behind the loop --------------------------------------------------------------------
+# ---- One op behind the loop ----------------------------------------------------------------------
 
 
 def _add_up_behind(loop: Loop, sums: Sequence[_Sum], length: str) -> None:
-    """Moves sums behind a loop, which keeps their rows; the variables stay as they start."""
+    """Moves sums behind a loop, which stores their rows; the variables become invariant."""
     graph, node, body = loop.graph, loop.node, loop.body
     rows: dict[str, str] = {}
     for each in sums:
@@ -184,7 +184,7 @@ def _add_up_behind(loop: Loop, sums: Sequence[_Sum], length: str) -> None:
 
 
 def _keep_rows(loop: Loop, tensor: str, dims: Sequence[int], length: str) -> str:
-    """Keeps a tensor of each round in a list; returns the rows of all rounds, one below another."""
+    """Stores a tensor of each iteration in a list; returns the concatenation of all."""
     graph, body, device = loop.graph, loop.body, loop.node.device
     own = f"{node_name(tensor)}/rows"
     wanted = f"{loop.node.name}/{own}"
@@ -204,7 +204,7 @@ def _keep_rows(loop: Loop, tensor: str, dims: Sequence[int], length: str) -> str
 
 def _copy(loop: Loop, node: Any, inputs: Sequence[str]) -> str:
     """Copies a node of the body behind the loop."""
-    # Not a device by a node of the body.
+    # Without colocation constraints with nodes of the body.
     attrs = {name: value for name, value in node.attr.items() if name != "_class"}
     name, device = f"{loop.node.name}/{node.name}", node.device or loop.node.device
     return loop.graph.add(name, node.op, inputs, device=device, **attrs)

@@ -1,0 +1,161 @@
+"""The cache of `tfamp.tune`: what is taken from it, measured again, and stored in it."""
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import platformdirs
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.rewriting import tuning
+from tfamp.rewriting.choice_cache import fingerprint
+
+X, Y = np.ones((4, 8), "float32"), np.ones((4, 2), "float32")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache that is used."""
+    monkeypatch.delenv("TFAMP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Path(platformdirs.user_cache_dir("tfamp", False))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The timed runs; in the times made up, low precision is faster."""
+    found = []
+
+    def together(call, count):
+        found.append(call)
+        return 1.0 if getattr(call.func, "settings", None) else 2.0
+
+    monkeypatch.setattr(tuning, "together", together)
+    return found
+
+
+def make_model(units=8, name="secret", activation="relu"):
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(units, activation, name=name)
+    model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def tune(dtype="bfloat16", max_error=None, **choices):
+    """Tunes a step that is written again, as in another process."""
+    model = make_model(**choices)
+
+    def secret_step(x):
+        return model(x, training=True)
+
+    candidates = ("lists", "min_cut")
+    return tfamp.tune(
+        secret_step, X, dtype=dtype, candidates=candidates, max_error=max_error, rounds=1
+    )
+
+
+def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
+    first = tune()
+    (path,) = folder.iterdir()
+    assert first.source == f"measured now, kept in {path}"
+    timed = len(runs)
+    again = tune(name="other")
+    assert len(runs) == timed
+    assert again.source == f"measured before, kept in {path}"
+    assert again.source in again.to_text()
+    assert again.rows == first.rows
+    assert again.best.plan(X).summary.low_nodes > 0
+    text = path.read_text("utf-8")
+    assert not any(secret in text for secret in ("secret", "relu", "dense"))
+    assert json.loads(text).keys() == {"rows", "rounds", "dropped"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "variables"),
+    [
+        ({"activation": "tanh"}, {}),
+        ({"units": 16}, {}),
+        ({"max_error": 0.5}, {}),
+        ({"dtype": "float16"}, {}),
+        ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+        ({}, {"TFAMP_CACHE": "off"}),
+        ({}, None),  # Another version.
+    ],
+)
+def test_what_changes_is_measured_again(choices, variables, folder, runs, monkeypatch):
+    tune()
+    timed = len(runs)
+    for name, value in (variables or {}).items():
+        monkeypatch.setenv(name, value)
+    if variables is None:
+        monkeypatch.setattr(tfamp, "__version__", "9")
+    report = tune(**choices)
+    assert len(runs) > timed
+    is_kept = variables != {"TFAMP_CACHE": "off"}
+    assert report.source.startswith("measured now, kept in" if is_kept else "measured now")
+    assert len(list(folder.iterdir())) == 1 + is_kept
+
+
+ROW = {"candidate": "lists", "seconds": 1.0, "quartiles": [1, 1], "error": 0.0, "chosen": True}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00",
+        b"[]",
+        *(
+            json.dumps({"rounds": 1, "dropped": [], "rows": rows}).encode()
+            for rows in ([], [ROW, ROW], [ROW | {"seconds": "fast"}], [ROW | {"candidate": "x"}])
+        ),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_warning_and_is_replaced(content, folder, runs):
+    report = tune()
+    (path,) = folder.iterdir()
+    path.write_bytes(content)
+    with pytest.warns(tfamp.TfampWarning, match="is damaged or not a file of tfamp's"):
+        assert tune().rows == report.rows
+    assert tune().source.startswith("measured before")
+
+
+def test_a_cache_that_cannot_be_used_says_what_to_do(folder, runs, monkeypatch):
+    folder.write_text("no folder")
+    with pytest.warns(tfamp.TfampWarning, match="choice of tune cannot be kept.* TFAMP_CACHE"):
+        assert tune().source == "measured now; it cannot be kept"
+    monkeypatch.setenv("TFAMP_CACHE", "no")
+    with pytest.raises(ValueError, match="TFAMP_CACHE must be \"off\", or unset .* got 'no'"):
+        tune()
+
+
+def test_the_settings_of_a_model_say_so_and_kept_layers_count(folder, runs):
+    def settings(**options):
+        given = {"level": "auto", "dtype": "bfloat16", "example_batch": (X, Y)}
+        return tfamp.prepare(make_model(), **given, **options).settings
+
+    assert "measured now, kept in" in str(settings())
+    timed = len(runs)
+    assert "measured before, kept in" in str(settings())
+    assert len(runs) == timed
+    settings(keep_float32="secret")
+    assert len(runs) > timed
+
+
+def test_a_fingerprint_is_of_what_takes_time():
+    def of(loop=3, width=4, name="x", factor=2.0, op=tf.tanh):
+        @tf.function
+        def step(x):
+            x = tf.multiply(x, factor, name=name)
+            for _ in tf.range(loop):
+                x = op(x, name=name)
+            return x
+
+        trace = step.get_concrete_function(tf.TensorSpec((2, width)))
+        return fingerprint(trace.graph.as_graph_def(add_shapes=True))
+
+    assert of(name="y", factor=3.0) == of()
+    assert len({of(), of(loop=4), of(width=5), of(op=tf.sin)}) == 4
