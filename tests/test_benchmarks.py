@@ -1,4 +1,4 @@
-"""The benchmarks: what they compute from times, how they show it, and one tiny run."""
+"""The benchmarks: statistics of times, tables, and one tiny run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECTIONS = ["bfloat16", "float32", "PyTorch", "float16", "profile"]
 
 
 def a_run():
-    """Results made up: the rewrite is twice as fast as float32 in each round, Keras's as fast."""
+    """Made-up results: in each round Keras's is as fast as float32, the rewrite twice as fast."""
     float32 = Measured([4.0, 8.0, 4.0], 0.1, 5.0, None, 10**6, 0, 0, [3.0, 2.0])
     keras = Measured([4.0, 8.0, 4.0], 0.1, 6.0, None, 2 * 10**6, 7, 3 * 10**6, [3.0, 2.1])
     rewrite = Measured([2.0, 4.0, 2.0], 0.1, 7.0, 0.25, 10**6, 5, 2 * 10**6, [3.0, 1.99])
@@ -49,13 +49,13 @@ def a_run():
     )
 
 
-# What follows from times
+# Statistics of times
 
 
 def test_medians_quartiles_ratios_by_round_and_final_losses():
     assert dataclasses.astuple(results.spread([3.0])) == (3, 3, 3)
     assert dataclasses.astuple(results.spread([5.0, 1.0, 2.0, 4.0, 3.0])) == (3, 2, 4)
-    # The machine is ten times as slow from the third round on; the ratio of a round is 2 always.
+    # From the third round on the machine is ten times as slow; the ratios stay 2.
     found = results.ratio([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0])
     assert dataclasses.astuple(found) == (2, 2, 2)
     for count, mean in ((1, 0), (9, 8), (20, 18.5), (200, 189.5)):

@@ -622,8 +622,10 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    doc = f"The inner optimizer's `{name}`; set it there."
-    return property(lambda self: getattr(self.inner_optimizer, name), refuse, doc=doc)
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
 
 
 for _name in _INNER_SETTINGS - {"learning_rate"}:
