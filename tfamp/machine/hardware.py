@@ -174,7 +174,7 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
     if hardware.cpu_bfloat16:
         return "mixed_bfloat16", "this CPU multiplies bfloat16 natively"
     # float16 needs a loss scale and pays on GPUs only, even if a CPU has float16 arithmetic.
-    why = "this CPU does not multiply bfloat16 natively, and there is no GPU and no TPU"
+    why = "this CPU does not multiply bfloat16 natively, and the machine has no GPU and no TPU"
     return "float32", why
 
 
@@ -317,7 +317,7 @@ def keep_in_cache(path: Path, text: str, costs: str, advice: str) -> str:
     """
     try:
         if not path.is_absolute():  # Without a home folder it is "~/..." as it stands.
-            raise FileNotFoundError(f"there is no home folder for {path}")
+            raise FileNotFoundError(f"{path} needs a home folder")
         replace_text(path, text)
     except OSError as error:
         text = f"{costs}: {error}. Make {path.parent} writable, or {advice}."
