@@ -18,12 +18,11 @@ pytest.importorskip("sklearn")
 sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
-import tfamp
 from benchmarks import interleaved, profile, report, results, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
-from benchmarks.step_graph import count_casts, plain_op, trace
+from benchmarks.step_graph import count_casts, trace
 from benchmarks.systems import SYSTEMS
 from benchmarks.worker import Worker
 
@@ -175,9 +174,6 @@ def test_runs_on_one_machine_are_shown_as_one_and_written_again(tmp_path, capsys
         results.together([written, dataclasses.replace(written, dtype="float16")])
 
 
-# Workloads and systems
-
-
 # Graphs of steps
 
 
@@ -220,26 +216,6 @@ def test_a_traced_step_leaves_the_variables_as_they_are():
     assert len(found.walls) == 3
     assert {"AssignAddVariableOp", "Sum"} <= {node.op for node in found.nodes}
     assert all(len(node.seconds) == 3 for node in found.nodes)
-
-
-def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
-    w = tf.Variable(tf.ones((64, 64)))
-    step = tfamp.rewrite(lambda x: tf.nn.relu(x @ w) @ w, dtype="bfloat16", placement="lists")
-    x = tf.ones((32, 64))
-    found = count_casts(trace(step.concrete(x), (x,)).nodes)
-    summary = step.plan(x).summary
-    assert summary.casts == found.count > 0
-    assert summary.cast_bytes == found.bytes
-
-
-def test_kernels_of_onednn_count_as_what_they_stand_in_for():
-    plain = {
-        "MatMul": "MatMul",
-        "_MklNativeFusedMatMul": "_FusedMatMul",
-        "_MklNativeFusedBatchNormV3": "FusedBatchNormV3",
-        "_MklNativeConv2DBackpropFilterWithBias": "Conv2DBackpropFilter",
-    }
-    assert {op: plain_op(op) for op in plain} == plain
 
 
 # Runs
