@@ -1,1 +1,1 @@
-"""What a policy does to Keras layers and models: their dtypes, outputs and fused kernels."""
+"""The effects of a policy on Keras layers and models: dtypes, output casts and fused kernels."""
