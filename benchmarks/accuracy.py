@@ -4,7 +4,7 @@
                                   [--ways policy autocast] [--seeds N] [--markdown]
 
 For each model the rms difference of its outputs from its float32 outputs, with the same weights and
-inputs, over that of Keras's mixed policy. Biases and gains are moved from their initial values.
+inputs, over Keras's mixed policy's. Biases and gains are moved from their initial values.
 Plans are made with the built-in profile of the machine: the same everywhere of its kind.
 """
 
@@ -138,7 +138,7 @@ class Errors:
     ways: Mapping[str, Sequence[float]]
 
     def ratio(self, way: str) -> float:
-        """The rms error of a way over all seeds, over that of Keras's policy."""
+        """The rms error of a way over all seeds, over Keras's policy's."""
         return _rms(self.ways[way]) / _rms(self.keras)
 
 

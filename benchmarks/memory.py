@@ -1,7 +1,7 @@
 """Measures the memory of a training step with AdamW for every way to store weights.
 
 Each way trains an MLP in a process of its own: "variables" are the bytes of the model's and the
-optimizer's, "gradients" those of the gradients, and "peak" is the process's peak memory during a
+optimizer's, "gradients" the gradients', and "peak" is the process's peak memory during a
 step, less the memory before the model was made.
 
 python -m benchmarks.memory [--small] [--dtype bfloat16]

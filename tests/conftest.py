@@ -28,7 +28,7 @@ import tfamp
 
 gc.disable()  # Until all tests are collected: pytest_collection_finish.
 
-# The same examples in every run, so that a change is what made a test fail; slow forms draw anew.
+# The same examples in every run, so that a change is what made a test fail; slow forms draw again.
 # How long an example takes says nothing on a machine that others use too.
 hypothesis.settings.register_profile("tfamp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("tfamp")

@@ -1,6 +1,5 @@
 """Runs every Python block of README.md and docs/, so that no page shows code that does not work."""
 
-import dataclasses
 import json
 import re
 import runpy
@@ -13,11 +12,8 @@ from helpers.cases import first_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [
-    path
-    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.ipynb")))
-    if path.exists()
-]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 # A fence may be indented (in a list or a content tab); it ends with the same indentation.
 _BLOCK = re.compile(
     r"(?P<no_run>^[ ]*<!--\s*no-run:\s*(?P<reason>[^\n]*?)\s*-->\s*\n)?"
@@ -28,25 +24,19 @@ _BLOCK = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    code: str
-    line: int
-    runs: bool
-
-
-def python_blocks(text: str) -> list[Block]:
-    """The Python blocks of a Markdown text, with the line their code starts at."""
+def python_blocks(text):
+    """Returns the code of each Python block of a Markdown text, and whether it runs."""
     blocks = []
     for match in _BLOCK.finditer(text):
         assert match["no_run"] is None or match["reason"], "no-run needs a reason"
-        line = text.count("\n", 0, match.start("code")) + 1
-        blocks.append(Block(textwrap.dedent(match["code"]), line, runs=match["no_run"] is None))
+        # Leading newlines make tracebacks and SyntaxErrors show the page's own line numbers.
+        lines_before = text.count("\n", 0, match.start("code")) * "\n"
+        blocks.append((lines_before + textwrap.dedent(match["code"]), match["no_run"] is None))
     return blocks
 
 
-def page_text(path: Path) -> str:
-    """A page as Markdown; of a notebook each cell of code is a block."""
+def page_text(path):
+    """Returns a page as Markdown; each code cell of a notebook is a block."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return text
@@ -55,27 +45,23 @@ def page_text(path: Path) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def run_page(path: Path) -> int:
+def run_page(path):
     """Runs a page's blocks in order, in one namespace; returns how many it ran or compiled."""
     namespace = {"__name__": "__main__"}
     blocks = python_blocks(page_text(path))
-    for block in blocks:
-        # Leading newlines make tracebacks and SyntaxErrors show the page's own line numbers.
-        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
-        if block.runs:
+    for block, runs in blocks:
+        code = compile(block, str(path), "exec")
+        if runs:
             exec(code, namespace)
     return len(blocks)
 
 
-def _pages():
-    """One always, the others in CI, where building the documentation runs the notebooks too."""
-    notebooks = [path for path in PAGES if path.suffix == ".ipynb"]
-    rest = [path for path in PAGES if path not in notebooks]
-    at_night = (pytest.param(path, marks=pytest.mark.nightly) for path in notebooks)
-    return [*first_of(rest), *at_night]
-
-
-@pytest.mark.parametrize("path", _pages(), ids=lambda path: str(path.relative_to(ROOT)))
+# One page always, the others in CI, where building the documentation runs the notebooks.
+@pytest.mark.parametrize(
+    "path",
+    [*first_of(PAGES), *(pytest.param(path, marks=pytest.mark.nightly) for path in NOTEBOOKS)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not run_page(path):
@@ -84,7 +70,7 @@ def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
 
 def test_a_notebook_is_kept_without_what_its_cells_printed():
     # That would be of one machine, and a difference at every change.
-    for path in sorted(DOCS.rglob("*.ipynb")):
+    for path in NOTEBOOKS:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         assert cells
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("sklearn")
-pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
+pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
 from benchmarks import learning
 from benchmarks.learning import FLOAT32, TASKS, learn, learn_all, table

@@ -1,4 +1,4 @@
-"""What a notebook shows: HTML and pictures of results, complete and of nothing but themselves."""
+"""HTML and pictures of results in a notebook: complete, and self-contained."""
 
 import re
 

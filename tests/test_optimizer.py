@@ -102,7 +102,7 @@ def scaled(*values):
     return [tf.constant(values, "float32") * 8.0]
 
 
-def test_apply_does_not_unscale_again_what_may_have_been_changed_but_where_it_is_told_to():
+def test_apply_does_not_unscale_again_without_unscaled_false():
     weight, optimizer = one_weight()
     gradients = optimizer.get_unscaled_gradients(scaled(0.5, 3.0))
     optimizer.apply_gradients([(tf.clip_by_value(gradients[0], -1.0, 1.0), weight)])

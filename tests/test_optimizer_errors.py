@@ -30,7 +30,7 @@ def test_wrapping_what_scales_already():
 
 
 @pytest.mark.parametrize("inner", ["adam", None, 3, keras.optimizers.Adam])
-def test_wrapping_what_is_no_optimizer(inner):
+def test_wrapping_another_object_is_an_error(inner):
     with pytest.raises(TypeError, match=r"must be a keras\.optimizers\.Optimizer, e\.g\."):
         tfamp.LossScaleOptimizer(inner)
 
@@ -69,7 +69,7 @@ def test_ways_to_give_the_scale(arguments, dynamic, scale):
     assert float(optimizer.loss_scale) == float(optimizer.get_scale()) == scale
 
 
-def test_fixed_scale_skips_or_applies_as_told():
+def test_a_fixed_scale_skips_or_applies():
     for skip, expected in [(True, 1.0), (False, -np.inf)]:
         weight = keras.Variable(1.0)
         optimizer = tfamp.LossScaleOptimizer(
@@ -162,7 +162,7 @@ def test_building_on_an_empty_list_leaves_it_to_the_first_apply():
 
 
 @pytest.mark.parametrize("bad", [None, tf.ones(3), {"a": tf.ones(3)}, "gradients"])
-def test_unscaling_what_is_no_list(bad):
+def test_unscaling_needs_a_list(bad):
     with pytest.raises(TypeError, match="takes a list of gradients"):
         wrapped().get_unscaled_gradients(bad)
 
@@ -173,7 +173,7 @@ def test_losses_that_cannot_be_scaled(loss):
         wrapped().get_scaled_loss(loss)
 
 
-def test_a_loop_that_never_scales_is_told_once_and_where():
+def test_a_loop_that_never_scales_gets_one_warning():
     weight, optimizer = keras.Variable([1.0]), wrapped()
     assert float(optimizer.loss_scale) == optimizer.initial_scale  # Looking at it scales nothing.
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:

@@ -84,7 +84,7 @@ def _skips(record):
     return [str(each.message) for each in said]
 
 
-def test_a_run_that_skips_every_step_is_told_once_in_fit_and_in_an_eager_loop():
+def test_a_run_that_skips_every_step_gets_one_warning_in_fit_and_in_an_eager_loop():
     model, (x, _) = small_model(), data(3)
     model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
     with pytest.warns(tfamp.TfampWarning, match="find_nonfinite") as record:

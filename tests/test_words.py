@@ -36,11 +36,11 @@ def findings(*places):
             for found in re.finditer(phrase, prose, re.I):
                 around = prose[max(0, found.start() - 30) : found.end() + 20]
                 yield f"{path.relative_to(ROOT)}: {around}: write {better!r}"
-        nodes = ast.walk(ast.parse(text)) if path.suffix == ".py" else ()
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        for docstring in (ast.get_docstring(n) for n in nodes if isinstance(n, documented)):
-            if (docstring or "").startswith("What "):
-                yield f"{path.relative_to(ROOT)}: {docstring[:50]!r}: open with a verb or a noun"
+        for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            if documented and (ast.get_docstring(node) or "").startswith("What "):
+                line = getattr(node, "lineno", 1)
+                yield f"{path.relative_to(ROOT)}:{line}: What ...: open with a verb or a noun"
 
 
 @pytest.mark.parametrize("place", CHECKED)

@@ -17,24 +17,23 @@ from tfamp.training.weights import OnEach, once_for_all_replicas
 
 
 class GradientAccumulator(tf.Module):
-    """Adds up the gradients of micro-batches and applies their mean, once for each window.
+    """Sums the gradients of micro-batches and applies their mean, once for each window.
 
-    A window is `steps` calls of `apply_gradients`; the last of them updates the weights. The mean
-    is that of the gradients, in float32. One optimizer step is one window: the loss scale stays
-    what it is until the window ends, a micro-batch with an inf or NaN, on any replica, drops the
-    whole window, and on several replicas nothing is sent until then.
+    A window is `steps` calls of `apply_gradients`; the last of them updates the weights with the
+    mean of the gradients, computed in float32. One window is one optimizer step: the loss scale
+    is constant within it, a micro-batch with an inf or NaN, on any replica, skips the whole
+    window, and replicas communicate only at its end.
 
     In `model.fit` call it in a `train_step` of the model. The `gradient_accumulation_steps` of
-    Keras's optimizers are simpler there, and do not keep the above: every micro-batch is a step of
-    the loss scale, which may change in the middle of a window; a bad micro-batch is left out and
-    the others still divided by their full number; and they fail under `MirroredStrategy`.
+    Keras's optimizers are simpler there, but every micro-batch is a step of the loss scale, which
+    may change within a window; a non-finite micro-batch is left out while the sum of the others is
+    still divided by the full number; and they fail under `MirroredStrategy`.
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
-    `strategy.scope()`. `tf.train.Checkpoint` saves it, an unfinished window too. The sums take the
-    memory of the gradients in float32; a sparse gradient is added to the rows it has, of a dense
-    sum.
+    `strategy.scope()`. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take as
+    much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
 
-    Source: what `no_sync` and a division by the number of micro-batches do in PyTorch.
+    Source: `no_sync` and division by the number of micro-batches in PyTorch.
 
     Args:
         optimizer: A `tfamp.LossScaleOptimizer`. Where no loss scale is wanted, one with
@@ -76,12 +75,12 @@ class GradientAccumulator(tf.Module):
             )
         self._optimizer = optimizer
         self._steps = checked_count("steps", steps)
-        # Every replica counts for itself, and all count the same.
+        # Every replica has a counter of its own; all are equal.
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
-        # Appended to, not replaced: so a checkpoint restored before finds them.
+        # Extended in place, so that a checkpoint restored earlier finds them.
         self._sums: list[tf.Variable] = []
-        # The variables, in the order of the first call, and the places of those for which a
-        # gradient has been given, in any graph. A list of a tf.Module itself would be saved.
+        # The variables in the order of the first call, and the indices of those that had a
+        # gradient in any graph. As attributes of the tf.Module lists would be saved.
         self._window = SimpleNamespace(variables=[], had_gradient=set())
 
     @property
@@ -101,19 +100,18 @@ class GradientAccumulator(tf.Module):
 
     @as_written
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-        """Adds the gradients of a micro-batch, and applies the mean if it ends the window.
+        """Adds the gradients of a micro-batch; applies the mean if it ends the window.
 
         Args:
             grads_and_vars: Pairs of gradient and variable, the same variables in each call. The
-                gradients are those of the scaled loss, or what `get_unscaled_gradients` made of
-                them.
+                gradients are of the scaled loss, or results of `get_unscaled_gradients`.
 
         Returns:
             Whether the window ended, a scalar bool tensor. Whether its gradients were finite is
             the optimizer's `last_step_finite`.
 
         Raises:
-            ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables are others.
+            ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables differ.
             TypeError: As `LossScaleOptimizer.apply_gradients`.
         """
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
@@ -127,10 +125,10 @@ class GradientAccumulator(tf.Module):
 
     @as_written
     def flush(self) -> Any:
-        """Ends the window now, with the mean of the micro-batches it has: for an epoch's last ones.
+        """Ends the window early, with the mean of its micro-batches: for the end of an epoch.
 
         Returns:
-            Whether there were any, a scalar bool tensor.
+            Whether the window had any, a scalar bool tensor.
 
         Raises:
             ValueError: Called outside a replica.
@@ -157,8 +155,8 @@ class GradientAccumulator(tf.Module):
             )
 
     def _add(self, grads: list[Any], variables: list[Any]) -> None:
-        # The sums are of unscaled gradients: whoever ends the window, in this graph or another,
-        # cannot know what was unscaled in each of its micro-batches.
+        # The sums hold unscaled gradients: micro-batches of one window may have been unscaled by
+        # the user or not, in different graphs.
         record = self._optimizer.gradient_record
         gradients = record.take(grads, variables).unscaled()
         record.unscaled.clear()
@@ -167,7 +165,7 @@ class GradientAccumulator(tf.Module):
                 continue
             self._window.had_gradient.add(i)
             if isinstance(gradient, tf.IndexedSlices):
-                # Not total.scatter_add, which variables with a value per replica do not have.
+                # Variables with a value per replica have no scatter_add.
                 tf.raw_ops.ResourceScatterAdd(
                     resource=total.handle,
                     indices=gradient.indices,
@@ -200,7 +198,7 @@ def _zeros_like(variable: Any) -> tf.Variable:
     return tf.Variable(
         tf.zeros(variable.shape, wide),
         trainable=False,
-        # One sum for each replica; saved as the sum of them all.
+        # One sum for each replica; saved as their total.
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
         name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",

@@ -622,15 +622,17 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    doc = f"The inner optimizer's `{name}`; set it there."
-    return property(lambda self: getattr(self.inner_optimizer, name), refuse, doc=doc)
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
 
 
 for _name in _INNER_SETTINGS - {"learning_rate"}:
     setattr(LossScaleOptimizer, _name, _inner_setting(_name))
 
 
-def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
+def continue_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
     """Copies the counters of another optimizer and, if the rule is the same, its scale."""
     optimizer._skipped.assign(other._skipped)
     optimizer._consecutive.assign(other._consecutive)

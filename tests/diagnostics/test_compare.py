@@ -309,7 +309,7 @@ def test_without_a_list_and_with_errors_that_are_not_numbers():
         assert search_list(names, lambda kept, error=error: error, 0.5) == (None, None)
     found = search_list("ab", lambda kept: 0.0 if kept == {"a"} else math.nan, 0.5)
     assert found == (("a",), 0.0)
-    answers = iter([1.0, 0.1, 1.0])  # An error that is not the same twice is no proof.
+    answers = iter([1.0, 0.1, 1.0])  # An error that changes proves nothing.
     assert search_list("a", lambda kept: next(answers), 0.5) == (None, None)
 
 

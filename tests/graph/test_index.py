@@ -15,7 +15,7 @@ def indexes(function, dtype="float16", device="cpu"):
 def slots_of(index, op):
     (node,) = [node for node in index.nodes if node.op == op]
     return [
-        (slot.attr, slot.place, slot.dtype, slot.can_be_low)
+        (slot.attr, slot.entry, slot.dtype, slot.can_be_low)
         for slot in (index.slots[i] for i in node.slots)
     ]
 

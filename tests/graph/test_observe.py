@@ -16,6 +16,7 @@ from tfamp.graph.observe import (
     seeded,
 )
 from tfamp.interop import tf_private
+from tfamp.interop.patching import patched_here
 
 
 def _graph(function, *specs):
@@ -50,12 +51,14 @@ def test_a_twin_computes_in_float32_node_by_node(low):
 
 
 def test_constants_get_the_values_they_had():
-    def note(value, tensor):
+    def constant(original, value, *args, **kwargs):
+        tensor = original(value, *args, **kwargs)
         if tensor.dtype == tf.float16:
             proto = tf.make_tensor_proto(np.float32(value))
             tf_private.set_attribute(tensor.op, UNROUNDED, proto)
+        return tensor
 
-    with tf_private.constants_noted(note):
+    with patched_here(constant=constant):
         concrete, graph_def = _graph(lambda x: x + 1e-8, tf.TensorSpec((), tf.float16))
     twin = retyped(graph_def, observed_scopes(graph_def), "float32")
     assert _run(concrete, twin, np.float32(0)).max == np.float32(1e-8)

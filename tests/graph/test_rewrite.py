@@ -29,8 +29,9 @@ MATRIX_OPS = {"MatMul", "Conv2D", "BatchMatMulV2", "Einsum", "Conv2DBackpropFilt
 # By which the minimum cut converts all that it may, as if everything were large.
 NATIVE = builtin_profile("cpu", bfloat16=True, float16=True)
 CUT = {"placement": "min_cut", "profile": NATIVE}
-# By which it decides about small graphs too.
-SMALL_CUT = {**CUT, "profile": dataclasses.replace(NATIVE, least_gain=0.0, ops={})}
+# By which it decides about small graphs too, as Casts and memory cost nothing.
+FREE = {"least_gain": 0.0, "bandwidth": 1e15, "cast_bandwidth": 1e15, "op_overhead": 0.0}
+SMALL_CUT = {**CUT, "profile": dataclasses.replace(NATIVE, **FREE)}
 
 
 def rewritten(function, dtype, **choices):

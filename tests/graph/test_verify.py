@@ -53,8 +53,8 @@ def lower_a_whole_denied_chain(nodes, graph):
     ("change", "message"),
     [
         (
-            lambda nodes, graph: setattr(nodes["A"].attr["T"], "type", FLOAT32),
-            r"Internal error.*node 'A' .*T became float32, but must be bfloat16",
+            lambda nodes, graph: setattr(nodes["a"].attr["T"], "type", FLOAT32),
+            r"Internal error.*node 'a' .*T became float32, but must be bfloat16",
         ),
         (lower_a_whole_denied_chain, r"Internal error.*'x' \(Placeholder\).*must be float32"),
         (

@@ -1,1 +1,1 @@
-"""What tests share; importable because pytest puts the tests directory on the path."""
+"""Shared by tests; importable because pytest puts the tests directory on the path."""

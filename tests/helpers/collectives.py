@@ -1,4 +1,4 @@
-"""What a traced function sends between replicas: read from its graph, branches included."""
+"""Reads the collectives of a traced function from its graph, branches included."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class LogOfSoftmax(layers.Layer):
 
 
 class Standardize(layers.Layer):
-    """What a layer normalization does, spelled out."""
+    """A layer normalization in single ops."""
 
     def __init__(self, epsilon, **kwargs):
         super().__init__(**kwargs)

@@ -29,7 +29,7 @@ def traced(function: Callable, *specs: Any):
 def rewritten(
     concrete: Any, dtype: str = "bfloat16", fetches: Sequence[str] = (), **choices: Any
 ) -> Any:
-    """What `rewrite_graph_def` makes of a concrete function, by the rules of `RULES`."""
+    """Returns the result of `rewrite_graph_def` for a concrete function, by `RULES`."""
     graph = concrete.graph.as_graph_def(add_shapes=True)
     names = [each.name for each in concrete.outputs]
     return rewrite_graph_def(graph, [*names, *fetches], dtype=dtype, **{**RULES, **choices})

@@ -47,7 +47,7 @@ def short_and_long(short, long):
 
 
 def result_or_clear_error(call):
-    """What a call returns, or None after an error that tfamp raised on purpose."""
+    """Returns the result of a call, or None after an error that tfamp raised on purpose."""
     began = time.monotonic()
     try:
         with warnings.catch_warnings():

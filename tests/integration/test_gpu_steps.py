@@ -1,4 +1,4 @@
-"""What a training step would do on a GPU, by the kernels TensorFlow registers for GPUs."""
+"""Training steps on a GPU, judged by the kernels that TensorFlow registers for GPUs."""
 
 import contextlib
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 pytest.importorskip("rich")
 sys.path.append(str(Path(__file__).parents[2]))
-pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
+pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
 import tfamp
 from benchmarks import kerashub

@@ -50,7 +50,7 @@ def error_of(model, x, expected):
 
 
 def error_of_rounded_weights(model, x, expected, dtype):
-    """What float32 itself makes of kernels that are rounded to a dtype, and nothing else."""
+    """Returns float32's result with kernels rounded to a dtype, and nothing else."""
     kernels = [w for w in model.trainable_weights if len(w.shape) > 1]
     values = [w.numpy() for w in kernels]
     for kernel in kernels:

@@ -83,7 +83,7 @@ def test_same_dtypes_and_values(reloaded, name, policy):
     assert set(here["outputs"]) == set(here["real"]) == {"float32"}
     assert there["outputs"] == here["outputs"]
     assert there["real"] == here["real"]
-    # Only its Functional has the cast of a Sequential, so it is no layer of it before.
+    # Only its Functional has the cast of a Sequential, so it is not a layer of it before.
     added = [["Activation", "float32"]] if name == "sequential_with_cast" else []
     assert there["layers"] == sorted(here["layers"] + added)
     for actual, expected in zip(there["values"], here["values"], strict=True):

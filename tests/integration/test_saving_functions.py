@@ -1,4 +1,4 @@
-"""What `tfamp.rewrite` returns, saved and tracked as a `tf.function` is."""
+"""Functions that `tfamp.rewrite` returns are saved and tracked as a `tf.function` is."""
 
 import json
 

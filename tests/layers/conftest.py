@@ -1,4 +1,4 @@
-"""What tests of layers have in common."""
+"""Shared by tests of layers."""
 
 import pytest
 

@@ -14,7 +14,7 @@ from tfamp.rewriting import tuning
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Makes candidates take given times: they run, and the clock is made up."""
+    """Fakes the times of candidates, which still run."""
     seconds = {"float32": 2.0, "lists": 1.0, "min_cut": 0.5, "O2": 0.25}
     measured = {}
 

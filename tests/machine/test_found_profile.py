@@ -1,4 +1,4 @@
-"""Which machine profile holds: TFAMP_PROFILE, the cache, an argument of `tfamp.rewrite`."""
+"""The origin of the machine profile: TFAMP_PROFILE, the cache, an argument of `tfamp.rewrite`."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The measurements, each of which takes no time and finds SLOW."""
+    """The measurements; a measurement takes no time and finds SLOW."""
     calls = []
 
     def measure():
@@ -82,7 +82,7 @@ CHANGES = {
 }
 
 
-def test_another_machine_or_tensorflow_is_measured_anew(folder, measured, monkeypatch):
+def test_another_machine_or_tensorflow_is_measured_again(folder, measured, monkeypatch):
     find_profile()
     for number, change in enumerate(CHANGES.values(), 2):
         with monkeypatch.context() as patch:
@@ -108,7 +108,7 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
     assert not folder.exists()
 
 
-def test_of_processes_that_measure_at_once_all_go_by_what_was_kept_first(folder, monkeypatch):
+def test_processes_that_measure_at_once_all_use_the_first_kept_profile(folder, monkeypatch):
     def measure():
         with monkeypatch.context() as other_process:
             other_process.setattr(profile_measure, "measure_profile", lambda: USUAL)

@@ -1,4 +1,4 @@
-"""Machine profiles: values that are checked, written and read, and what the built-in ones say."""
+"""Machine profiles: checks, JSON, and the figures of the built-in ones."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Measuring a machine: what a profile holds and where it can be measured, on tiny sizes.
+"""Measuring a machine: the contents of a profile and where measuring works, on tiny sizes.
 
 How fast anything is is not tested: machines differ, and are busy.
 """

@@ -62,12 +62,12 @@ def make_step(model, optimizer):
 
 
 def bits(*owners):
-    """The very bytes of all variables, those of Dropout's seeds included."""
+    """The bytes of all variables, including Dropout's seeds."""
     return [np.asarray(each).tobytes() for owner in owners for each in owner.variables]
 
 
 def next_draws():
-    """The next random number of every generator; draws them."""
+    """Draws the next random number of every generator."""
     return (
         random.random(),
         np.random.random(),
@@ -78,7 +78,7 @@ def next_draws():
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Makes candidates take given times: they run, and the clock is made up."""
+    """Fakes the times of candidates, which still run."""
     seconds = {"float32": 2.0, "lists": 0.5, "min_cut": 1.0}
 
     def together(call, count):
@@ -124,7 +124,7 @@ def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
     first = step(x).numpy()
     report = tfamp.tune(step, x, **QUICK)
     assert (np.array([first, step(x).numpy()]) == np.array(expected)).all()
-    # The seeds are those of the graph, so that all dropped the same.
+    # All candidates use the graph's seeds, so they drop the same values.
     assert max(row.error for row in report.rows) < 0.05
     dropped = report.best(x).numpy() == 0
     assert (dropped == (expected[0] == 0)).all(), "the best one has drawn nothing yet"
@@ -203,7 +203,7 @@ def layer():
 
 @pytest.fixture
 def cut_layer(layer):
-    """The same where the cut finds Casts too slow: unlike "lists", "min_cut" converts nothing."""
+    """The same with slow Casts in the profile: unlike "lists", "min_cut" converts nothing."""
     slow = dataclasses.replace(builtin_profile("cpu"), cast_bandwidth=1.0, least_gain=0.0)
     return tfamp.rewrite(layer, dtype="bfloat16", profile=slow)
 

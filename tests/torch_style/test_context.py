@@ -478,7 +478,7 @@ def test_recurrent_layers_train(name):
     assert_close(out, expected, "bfloat16", depth=32)
 
 
-# ---- What the user decides -----------------------------------------------------------------------
+# ---- Choices of the user -------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -587,7 +587,7 @@ NORMS = {
 @pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("size", [300.0, 1e-4])
 def test_norms_square_in_float32(function, size):
-    # In float16 the square of 300 is inf, and that of 1e-4 is 0.
+    # In float16 the square of 300 is inf and the square of 1e-4 is 0.
     with tfamp.autocast("float16"):
         low = tf.matmul(tf.fill((4, 4), size / 4), tf.ones((4, 4)))
         result = function(low)

@@ -348,7 +348,7 @@ def test_bad_arguments(name, value, error, message):
         (lambda: keras.optimizers.SGD, TypeError, r"keras\.optimizers\.Optimizer"),
     ],
 )
-def test_what_is_no_bare_optimizer(make, error, message):
+def test_only_bare_optimizers_are_accepted(make, error, message):
     weight, _, scaler = one_weight()
     optimizer = make()
     with pytest.raises(error, match=message):

@@ -25,7 +25,7 @@ PATCHED = [symbol for name, symbol in SYMBOLS if name not in OTHERS]
 
 
 def symbols():
-    """What every symbol that is ever replaced stands for now."""
+    """The current value of every symbol that is ever replaced."""
     return {symbol: value_of(symbol) for symbol in PATCHED}
 
 

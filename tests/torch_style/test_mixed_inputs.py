@@ -1,4 +1,4 @@
-"""What runs in float32 runs under autocast, whichever of its float tensors are low.
+"""Code that runs in float32 runs under autocast, whichever of its float tensors are low.
 
 First every op of TensorFlow's that takes several tensors of one dtype; then the functions that
 look at dtypes themselves, or that run what is not TensorFlow's.
@@ -71,7 +71,7 @@ def other_attributes(definition):
 
 
 def built(op, dtypes, chosen=()):
-    """The node of an op type built, in the default graph, with float inputs of dtypes by turns.
+    """The node of an op type built, in the default graph, with float inputs of alternating dtypes.
 
     Those of the chosen type attributes; else of such as several tensors share.
     """
@@ -216,7 +216,7 @@ VARIABLE = tf.Variable(tf.zeros((4, 4)))
 
 
 def written(write):
-    """What a float32 variable holds after something was written to it."""
+    """The value of a float32 variable after a write."""
 
     def call(f, x):
         VARIABLE.assign(f)

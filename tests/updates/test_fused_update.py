@@ -1,4 +1,4 @@
-"""The compiled update: it is used where it may be, and its numbers are the inner optimizer's."""
+"""The compiled update: where it is used, and equality with the inner optimizer."""
 
 import collections
 import platform
@@ -14,7 +14,7 @@ from helpers.cases import one_in, one_of_each
 from helpers.tolerances import assert_all_equal
 from tfamp.training import fused_update
 
-# Of the shared matmul weights, of a bias and of something with more axes.
+# Matmul weights, a bias and a tensor with more axes.
 SHAPES = [(7, 5), (5,), (2, 3, 4)]
 STEPS = 50
 
@@ -57,7 +57,7 @@ def gradients(number):
 
 
 def nodes_of(graph_def, compiled=True):
-    """The nodes of a graph and its functions, those of compiled ones as asked."""
+    """The nodes of a graph and its functions, with or without compiled ones."""
     functions = [
         each
         for each in graph_def.library.function
@@ -67,10 +67,10 @@ def nodes_of(graph_def, compiled=True):
 
 
 def ops(function):
-    """Op types of a traced function, those of its branches included, and its compiled updates."""
+    """Op types of a traced function and its branches, and the number of compiled updates."""
     graph_def = function.get_concrete_function(*gradients(0)).graph.as_graph_def()
     nodes = nodes_of(graph_def, compiled=False)
-    # Masters are looked at in compiled calls of their own.
+    # Masters are checked in separate compiled calls.
     called = [node.attr["f"].func.name for node in nodes if node.attr["_XlaMustCompile"].b]
     return collections.Counter(node.op for node in nodes), sum("update_all" in f for f in called)
 
@@ -81,7 +81,7 @@ def one_pass_updates(function):
 
 
 def updates_of(name):
-    """How many ops and compiled calls update all variables."""
+    """Number of ops and compiled calls that update all variables."""
     return 1 if name.startswith("ada") else len(SHAPES)
 
 
@@ -123,7 +123,7 @@ class Pair:
 def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
     values = [*ours, *optimizer.inner_optimizer.variables]
     for actual, expected in zip(values, [*theirs, *bare.variables], strict=True):
-        # Sums that cancel have lost what the terms were rounded by: as good as zero.
+        # After cancellation only the terms' rounding errors are left.
         np.testing.assert_allclose(
             actual.numpy(), expected.numpy(), rtol=rtol, atol=2e-7, err_msg=actual.path
         )
@@ -155,12 +155,18 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     )
 
 
-def updated_at_once():
-    """Weights after an update, and how many compiled calls that was."""
+bit_for_bit = pytest.mark.skipif(
+    platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
+    reason="compilers for other processors contract a * b + c into one rounding",
+)
+
+
+def updated_at_once(shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float32", **rounding):
+    """Weights after an update, its compiled calls, and the products in what these compile."""
     random = np.random.default_rng(3)
-    shapes = [(4, 4)] * 5 + [(3,)] * 2 + [(40,)]
-    weights = [keras.Variable(random.standard_normal(each).astype("float32")) for each in shapes]
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01))
+    values = [random.standard_normal(each).astype("float32") for each in shapes]
+    weights = [keras.Variable(value, dtype=dtype) for value in values]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01), **rounding)
     optimizer.build(weights)
 
     @tf.function
@@ -169,22 +175,37 @@ def updated_at_once():
         optimizer.apply(slopes, weights, unscaled=True)
 
     step()
-    nodes = nodes_of(step.get_concrete_function().graph.as_graph_def())
-    return weights, sum("update_all" in node.attr["f"].func.name for node in nodes)
+    graph_def = step.get_concrete_function().graph.as_graph_def()
+    calls = [node.attr["f"].func.name for node in nodes_of(graph_def)]
+    programs = [f for f in graph_def.library.function if "update_all" in f.signature.name]
+    products = sum(node.op == "Mul" for each in programs for node in each.node_def)
+    return [*weights, *optimizer.variables], sum("update_all" in name for name in calls), products
 
 
-@pytest.mark.skipif(
-    platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
-    reason="compilers for other processors contract a * b + c into one rounding",
-)
+@bit_for_bit
 def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
-    whole, calls = updated_at_once()
-    assert calls == 1
+    whole, calls, _ = updated_at_once()
+    assert calls == 2
     monkeypatch.setattr("tfamp.training.fused_update._ROOM", 512)
-    grouped, calls = updated_at_once()
+    grouped, calls, _ = updated_at_once()
     # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
-    assert 1 < calls <= len(whole)
+    assert 2 < calls <= 8
     assert_all_equal(whole, grouped)
+
+
+@bit_for_bit
+@pytest.mark.parametrize("rounding", [{}, {"weight_rounding": "stochastic"}])
+def test_the_programs_do_not_grow_with_the_number_of_small_weights(monkeypatch, rounding):
+    dtype = "bfloat16" if rounding else "float32"
+    few, many = (((20,),) * count + ((3, 17),) * count for count in (8, 24))
+    _, calls, products = updated_at_once(few, dtype, **rounding)
+    parted, more_calls, same_products = updated_at_once(many, dtype, **rounding)
+    assert (more_calls, same_products) == (3 * calls, products)
+    monkeypatch.setattr("tfamp.training.fused_update._MOST", 1000)
+    whole, calls, more_products = updated_at_once(many, dtype, **rounding)
+    assert calls == (2 if rounding else 1)  # Of slots and of values.
+    assert more_products > 2 * products
+    assert_all_equal(parted, whole)
 
 
 @pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
@@ -248,7 +269,7 @@ def test_huge_gradients_are_finite_but_not_if_they_overflow_when_unscaled():
 
 
 def test_a_scale_whose_inverse_is_subnormal():
-    """And a weight that is infinite, as in a mask, stays so."""
+    """And a weight that is infinite, as in a mask, stays infinite."""
     weight, expected = (keras.Variable([1.0, -np.inf]) for _ in range(2))
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), loss_scale=2.0**127)
     optimizer.apply([tf.constant([2.0**125, 0.0])], [weight], unscaled=False)

@@ -1,4 +1,4 @@
-"""float32 masters of low-precision variables: updated instead of them, saved, and kept in step."""
+"""float32 masters of low-precision variables: updates, saving, and synchronization."""
 
 import keras
 import numpy as np
@@ -136,7 +136,7 @@ def test_training_goes_on_from_weights_that_were_assigned(traced):
     np.testing.assert_array_equal(weight.numpy(), np.ones(4), "too small to show")
     weight.assign([1.0, 2.0, -3.0, 0.0])
     run()
-    # The first element was assigned what it was: nothing of it is lost.
+    # The first element was assigned its own value: its master is kept.
     expected = np.float32([1 - 2e-4, 2 - 1e-4, -3 - 1e-4, -1e-4])
     assert_close(optimizer.master_variables[0].numpy(), expected, "float32")
 
@@ -289,7 +289,7 @@ def test_fit_on_replicas_ends_with_the_masters_rounded(two_replicas):
     x, y = data(2)
     with two_replicas.scope():
         model = low_model("bfloat16")
-        # The average is what finalizing puts into the weights.
+        # Finalizing overwrites the weights with the average.
         model.compile(make(keras.optimizers.SGD(0.01, use_ema=True)), "mse", jit_compile=False)
     before = [variable.numpy() for variable in model.trainable_variables]
     model.fit(x, y, batch_size=8, verbose=0)

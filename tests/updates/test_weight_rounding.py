@@ -1,4 +1,4 @@
-"""Low weights without masters: what each rounding is worth, and which optimizers have it."""
+"""Low-precision weights without masters: accuracy of each rounding, and supported optimizers."""
 
 import functools
 

@@ -6,14 +6,11 @@ import dataclasses
 import difflib
 import math
 import numbers
-import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from tfamp.core.dtypes import float_format
-from tfamp.core.errors import TfampWarning
 
 _Options = TypeVar("_Options")
 
@@ -410,20 +407,3 @@ def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> Gra
         "grad_clip must be a GradClip, a dict such as {'max_norm': 1.0}, a number or None; got "
         f"{value!r} of type {type(value).__name__}."
     )
-
-
-# The environment variables that tfamp reads: `rewriting.tuning` and `machine.hardware`.
-_VARIABLES = ("TFAMP_CACHE", "TFAMP_PROFILE")
-
-
-def warn_of_unknown_variables() -> None:
-    """Warns about environment variables that only look like tfamp's, each once per process."""
-    for variable in os.environ:
-        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
-            warnings.warn(
-                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
-                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
-                "config=, a dict or the path of a file.",
-                TfampWarning,
-                stacklevel=1,
-            )

@@ -327,10 +327,10 @@ def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
     if node.op in SUCCESSORS:
         node.op = SUCCESSORS[node.op]
         node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
-    if retype.index is None:
+    if retype.entry is None:
         node.attr[retype.attr].type = low
     else:
-        node.attr[retype.attr].list.type[retype.index] = low
+        node.attr[retype.attr].list.type[retype.entry] = low
 
 
 # ---- The check -----------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
     if slot.attr not in named.attr:  # The op fixes it, or it has its default.
         return slot.dtype
     value = named.attr[slot.attr]
-    return tf_private.dtype_name(value.type if slot.place is None else value.list.type[slot.place])
+    return tf_private.dtype_name(value.type if slot.entry is None else value.list.type[slot.entry])
 
 
 def _violation(place: str, cause: str) -> RewriteError:

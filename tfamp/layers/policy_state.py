@@ -17,7 +17,6 @@ from typing import Any
 
 import keras
 
-from tfamp.core.options import warn_of_unknown_variables
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import Patch
@@ -71,7 +70,6 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
         >>> set_global_policy("float32")
     """
     global _process
-    warn_of_unknown_variables()
     level = _Level(_as_policy(policy))
     with _lock:
         if _thread.scopes:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.options import GradClip, LossScale, warn_of_unknown_variables
+from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph, xla_works
@@ -274,7 +274,7 @@ def _check_model(model: Any, caller: str) -> None:
 
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
-    warn_of_unknown_variables()
+    hardware.warn_of_unknown_variables()
     found = PrecisionConfig() if config is None else config
     if isinstance(config, Mapping):
         found = PrecisionConfig.from_dict(config)

@@ -1,6 +1,6 @@
-"""The optimizer of a level, wrapped once with what the level needs; models compiled with it.
+"""Optimizers wrapped for a level, and models compiled with them.
 
-What each Keras optimizer keeps from step to step decides whether low variables hold it.
+The state of each Keras optimizer decides whether low-precision slots can hold it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
-from tfamp.optimizer import LossScaleOptimizer, go_on_from
+from tfamp.optimizer import LossScaleOptimizer, continue_from
 
-_UNKNOWN = "what tfamp does not know"
+_UNKNOWN = "state unknown to tfamp"
 _AVERAGES = "running averages of squared gradients"
 _SUMS = "sums of squared gradients"
 
-# What Keras's optimizers keep that low variables do not hold; docs/guides/levels.md explains why.
-# SGD keeps nothing, or a momentum, and wrappers what the optimizers inside keep. By names, as not
-# every release of Keras has all; subclasses inherit the entry.
+# State of Keras's optimizers that low-precision slots cannot hold; docs/guides/levels.md has the
+# reasons. SGD has none but a momentum; wrappers have the state of the optimizers inside. By names,
+# as not every release of Keras has all; subclasses inherit the entry.
 SLOTS = {
     "SGD": "",
     **dict.fromkeys(("RMSprop", "Adam", "AdamW", "Nadam", "Lamb", "Adadelta"), _AVERAGES),
@@ -40,12 +40,12 @@ SLOTS = {
     **dict.fromkeys(("LossScaleOptimizer", "MultiOptimizer"), ""),
 }
 
-# Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
+# Wrappers made by `prepare`, which another level removes, unlike a user's own.
 _made_here: WeakMap[bool] = WeakMap()
 
 
 def read_optimizer(model: Any, given: Any) -> Any:
-    """Returns the optimizer that was given, maybe by its name; the model's own for None, if any."""
+    """Returns a given optimizer, perhaps by name; for None the model's own, if any."""
     if given is None:
         return model.optimizer if model.compiled else None
     found = keras.optimizers.get(given) if isinstance(given, str | dict) else given
@@ -58,21 +58,21 @@ def read_optimizer(model: Any, given: Any) -> Any:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper for loss scaling, itself where there is none."""
+    """Unwraps an optimizer from loss scaling."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
-    """A new optimizer for a copied model, which continues where the model's own is.
+    """Creates an optimizer for a copied model that continues from the model's own.
 
-    Its counters and slot variables have the values of the given one, if that was built; its
-    masters, if it has any, start from the model's exact values. A ValueError says that the given
-    optimizer was built for variables that the model does not have.
+    Its counters and slots have the values of the given one, if that was built; its masters, if
+    any, start from the model's exact values. Raises a ValueError if the given optimizer was built
+    for variables that the model does not have.
     """
     old = innermost(optimizer)
-    # Layers may have been frozen, or set free, since the optimizer was built.
+    # Layers may have been frozen or unfrozen since the optimizer was built.
     built = next((x for x in (optimizer, old) if x.built), None)
     before = keras_hooks.built_for(built) if built else model.trainable_variables
     copies = {id(old): new for old, new in zip(model.weights, made.weights, strict=True)}
@@ -98,9 +98,9 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
-    """Level O3 with master weights where low variables do not hold what an optimizer keeps.
+    """Adds master weights to level O3 if low-precision slots cannot hold an optimizer's state.
 
-    Other levels stay as they are, and so does one whose user has chosen.
+    Other levels are returned unchanged, as is an explicit choice of the user.
     """
     kept, config = _kept_at_o3(optimizer, level), level.config
     is_rounded = config.weight_rounding or getattr(optimizer, "weight_rounding", None)
@@ -111,7 +111,7 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
 
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
-    """Excludes from weight decay what another optimizer excludes; it is in no configuration."""
+    """Copies exclusions from weight decay, which configurations do not hold."""
     excluded, pattern = keras_hooks.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
@@ -121,7 +121,7 @@ def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[An
 
 
 def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
-    """Warns about optimizer state under O3 that low variables do not hold, or may not."""
+    """Warns about optimizer state under O3 that low-precision slots may not hold."""
     kept = _kept_at_o3(optimizer, level)
     exact = ("master_weights", "weight_rounding")
     if not kept or any(getattr(optimizer, name, None) for name in exact):
@@ -136,7 +136,7 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
 
 
 def _kept_at_o3(optimizer: Any, level: EffectiveLevel) -> str:
-    """The state of an optimizer that low variables do not hold; "" at other levels too."""
+    """The state of an optimizer that low-precision slots cannot hold; "" at other levels."""
     return "" if optimizer is None or level.level != "O3" else _kept_by(optimizer)
 
 
@@ -154,9 +154,9 @@ def _kept_by(optimizer: Any) -> str:
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The float32 values of variables, the masters' where they have masters.
+    """The float32 values of variables, from their masters if they have any.
 
-    A value that was assigned to a variable since the last step holds, as it does for the next step.
+    A value assigned to a variable since the last step takes precedence, as in the next step.
     """
     if not isinstance(optimizer, LossScaleOptimizer):
         return list(variables)
@@ -164,7 +164,7 @@ def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def rule_of(optimizer: Any) -> LossScale | None:
-    """Returns the rule by which tfamp's wrapper or Keras's scales the loss; None without one."""
+    """Returns the loss scaling rule of tfamp's or Keras's wrapper; None without one."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer.rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -174,12 +174,12 @@ def rule_of(optimizer: Any) -> LossScale | None:
 
 
 def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
-    """Returns an optimizer as a level needs it; the given one is not modified.
+    """Wraps an optimizer for a level; the given one is not modified.
 
-    That is a `LossScaleOptimizer` around an inner optimizer, by default the given one's innermost,
-    or that itself where the level needs no loss scale, no clipping and no master weights. A wrapper
-    that has all this is returned; a new one continues the scale and counters of the given one. A
-    ValueError says that the optimizer scales losses or clips gradients itself, and the level does.
+    Returns a `LossScaleOptimizer` around an inner optimizer, by default the innermost of the given
+    one, or the inner one if the level needs no loss scale, no clipping and no master weights. A
+    wrapper with equal settings is returned; a new one continues the scale and counters of the given
+    one. Raises a ValueError if both the optimizer and the level scale losses or clip gradients.
     """
     inner = innermost(optimizer) if inner is None else inner
     rule, config = level.optimizer_rule, level.config
@@ -192,7 +192,7 @@ def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
     }
     own = isinstance(optimizer, LossScaleOptimizer)
     if own and not _made_here.get(optimizer) and level.level != "O0":
-        # A wrapper of the user's keeps its features and, if no other is given, its rule.
+        # A user's wrapper keeps its features and, unless another is given, its rule.
         features = {name: value or getattr(optimizer, name) for name, value in features.items()}
         rule = optimizer.rule if config.loss_scale is None else rule
     elif not own and isinstance(rule, DynamicLossScale) and config.loss_scale is None:
@@ -204,23 +204,23 @@ def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
         return optimizer
     made = LossScaleOptimizer(inner, loss_scale=rule, **features)
     if own:
-        go_on_from(made, optimizer)
+        continue_from(made, optimizer)
     _made_here.set(made, True)
     return made
 
 
 def give_optimizer(model: Any, optimizer: Any) -> None:
-    """Makes a compiled model train with another optimizer; loss and metrics stay."""
+    """Replaces the optimizer of a compiled model; loss and metrics stay."""
     if model.optimizer is not optimizer:
         keras_hooks.set_compiled_optimizer(model, optimizer)
     drop_traced_functions(model)
 
 
 def compile_like(model: Any, other: Any, optimizer: Any) -> None:
-    """Compiles a model with an optimizer, else as another one of the same outputs is compiled.
+    """Compiles a model like another one of the same outputs, with another optimizer.
 
-    It stays as it is, with a warning, where its class has a `compile` of its own that takes other
-    arguments than Keras's: they are not known. The other model keeps its metrics to itself.
+    Warns and leaves the model as it is if its class has a `compile` with other arguments than
+    Keras's. Metrics are copied.
     """
     arguments = keras_hooks.compile_arguments(other)
     arguments |= {"optimizer": optimizer, "auto_scale_loss": False}
@@ -243,9 +243,9 @@ def compile_like(model: Any, other: Any, optimizer: Any) -> None:
 
 
 def wrap_compile(model: Any, level: EffectiveLevel) -> None:
-    """Makes `model.compile` give its optimizer what the level needs, as `prepare` does.
+    """Makes `model.compile` wrap its optimizer for the level, as `prepare` does.
 
-    `compile(..., auto_scale_loss=False)` takes the optimizer as it is.
+    `compile(..., auto_scale_loss=False)` uses the optimizer as it is.
     """
     if level.optimizer_rule is None and level.level != "O3":
         return

@@ -50,6 +50,21 @@ _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_O
 _FORMAT = 6
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
+# The environment variables that tfamp reads.
+_VARIABLES = ("TFAMP_CACHE", VARIABLE)
+
+
+def warn_of_unknown_variables() -> None:
+    """Warns about environment variables that only look like tfamp's, each once per process."""
+    for variable in os.environ:
+        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
+            warnings.warn(
+                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
+                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
+                "config=, a dict or the path of a file.",
+                TfampWarning,
+                stacklevel=1,
+            )
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
     if hardware.cpu_bfloat16:
         return "mixed_bfloat16", "this CPU multiplies bfloat16 natively"
     # float16 needs a loss scale and pays on GPUs only, even if a CPU has float16 arithmetic.
-    why = "this CPU does not multiply bfloat16 natively, and there is no GPU and no TPU"
+    why = "this CPU does not multiply bfloat16 natively, and the machine has no GPU and no TPU"
     return "float32", why
 
 
@@ -302,7 +317,7 @@ def keep_in_cache(path: Path, text: str, costs: str, advice: str) -> str:
     """
     try:
         if not path.is_absolute():  # Without a home folder it is "~/..." as it stands.
-            raise FileNotFoundError(f"there is no home folder for {path}")
+            raise FileNotFoundError(f"{path} needs a home folder")
         replace_text(path, text)
     except OSError as error:
         text = f"{costs}: {error}. Make {path.parent} writable, or {advice}."

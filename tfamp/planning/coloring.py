@@ -434,7 +434,7 @@ def _handles(index: GraphIndex, slot: int) -> list[int]:
 def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
     for slot in node.slots if "TensorList" in node.op else ():
         found = index.slots[slot]
-        if found.attr and found.place is None and found.dtype == FLOAT32:
+        if found.attr and found.entry is None and found.dtype == FLOAT32:
             return slot
     return None
 

@@ -49,14 +49,14 @@ class PaintedScope:
         low: Slots that are to be converted, with the reason.
         kept: Slots that need float32 or are cheaper in it, with the reason.
         costs: The time of each part.
-        rounds: Estimated number of runs for each run of the graph, by the loops around it.
+        runs: Estimated number of runs for each run of the graph, by the loops around it.
     """
 
     index: GraphIndex
     low: Mapping[int, Reason]
     kept: Mapping[int, Reason]
     costs: ScopeCosts
-    rounds: int
+    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def decide(
             low=joined.split(painting.low, number),
             kept=joined.split(why_float32, number),
             costs=costs[number],
-            rounds=joined.rounds[number],
+            runs=joined.runs[number],
         )
         for number, index in enumerate(indexes)
     )
@@ -204,8 +204,8 @@ def make_plan(
 def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
     if any(s.index.slots[slot].can_be_low for s in scopes for slot in s.costs.unshaped):
         return None
-    before = sum(s.rounds * scope_seconds(s.index, s.costs, ()) for s in scopes)
-    after = sum(s.rounds * scope_seconds(s.index, s.costs, s.low) for s in scopes)
+    before = sum(s.runs * scope_seconds(s.index, s.costs, ()) for s in scopes)
+    after = sum(s.runs * scope_seconds(s.index, s.costs, s.low) for s in scopes)
     return before / after if after else None
 
 
@@ -213,7 +213,7 @@ def _retypes(scope: PaintedScope) -> Iterator[Retype]:
     index = scope.index
     for number in sorted(scope.low):
         slot = index.slots[number]
-        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.place)
+        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.entry)
 
 
 def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
@@ -293,7 +293,7 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
 # conditionals, where a branch may return its argument as it is, which must not be rounded.
 
 # Estimated number of iterations of a loop.
-ROUNDS = 32
+ITERATIONS = 32
 
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
 _ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
@@ -324,7 +324,7 @@ class Joined:
         offsets: For each scope the position in `index` of its first node.
         slots: For each scope the position in `index` of each of its slots.
         kept: Loop variables, as slots of `index`, that stay float32, with the reason.
-        rounds: For each scope the estimated number of runs, by the loops around it.
+        runs: For each scope the estimated number of runs, by the loops around it.
     """
 
     scopes: Sequence[GraphIndex]
@@ -332,7 +332,7 @@ class Joined:
     offsets: Sequence[int]
     slots: Sequence[Sequence[int]]
     kept: Mapping[int, Reason]
-    rounds: Sequence[int]
+    runs: Sequence[int]
 
     def join_costs(self, costs: Sequence[ScopeCosts], safe: Collection[int]) -> ScopeCosts:
         """Returns the costs of all scopes as one, multiplied by their numbers of runs.
@@ -344,16 +344,14 @@ class Joined:
         overheads: list[float] = []
         unshaped: set[int] = set()
         edges = iter(self.index.edges)
-        for scope, slots, rounds, each in zip(
-            self.scopes, self.slots, self.rounds, costs, strict=True
-        ):
+        for scope, slots, runs, each in zip(self.scopes, self.slots, self.runs, costs, strict=True):
             for slot, (as_it_is, converted) in zip(slots, each.slots, strict=True):
                 before = times[slot]
-                times[slot] = before[0] + rounds * as_it_is, before[1] + rounds * converted
+                times[slot] = before[0] + runs * as_it_is, before[1] + runs * converted
             for inner, edge in zip(scope.edges, edges, strict=False):
                 if (tensor := scope.tensor(inner)) in each.casts:
-                    casts[self.index.tensor(edge)] = rounds * each.casts[tensor]
-            overheads += [rounds * seconds for seconds in each.overheads]
+                    casts[self.index.tensor(edge)] = runs * each.casts[tensor]
+            overheads += [runs * seconds for seconds in each.overheads]
             if any(slots[slot] in safe for slot in each.unshaped):
                 unshaped.update(slots)
         return ScopeCosts(times, casts, overheads, unshaped)
@@ -390,11 +388,11 @@ def join(
     for number in links:
         kept.update(_kept(scopes[number], slots[number], weights))
 
-    def rounds(number: int) -> int:
-        return ROUNDS * rounds(links[number].caller) if number in links else 1
+    def runs(number: int) -> int:
+        return ITERATIONS * runs(links[number].caller) if number in links else 1
 
     index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, slots, links)
-    every = [rounds(number) for number in range(len(scopes))]
+    every = [runs(number) for number in range(len(scopes))]
     return Joined(scopes, index, offsets[:-1], slots, kept, every)
 
 

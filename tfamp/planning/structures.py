@@ -79,14 +79,14 @@ class TypeSlot(NamedTuple):
     Attributes:
         node: The node's position in its index.
         attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
-        place: Position in the attribute where that is a list of dtypes, else None.
+        entry: Position in the attribute where that is a list of dtypes, else None.
         dtype: The dtype in the graph as it is.
         can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
     """
 
     node: int
     attr: str
-    place: int | None
+    entry: int | None
     dtype: str
     can_be_low: bool
 
@@ -261,13 +261,13 @@ class Retype:
         scope: The function it is in; "" for the graph itself.
         node: Name of the node, or of an argument or result of the function as in its index.
         attr: The attribute that holds the dtype; "" for an argument or a result.
-        index: Position in the attribute where that is a list of dtypes, else None.
+        entry: Position in the attribute where that is a list of dtypes, else None.
     """
 
     scope: str
     node: str
     attr: str
-    index: int | None
+    entry: int | None
 
 
 @dataclass(frozen=True, slots=True)

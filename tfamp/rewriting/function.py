@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
-from tfamp.core.options import warn_of_unknown_variables
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import SaveableFunction
+from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
@@ -98,7 +98,7 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
-    warn_of_unknown_variables()
+    hardware.warn_of_unknown_variables()
     options = RewriteOptions(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,

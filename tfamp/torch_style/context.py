@@ -1,8 +1,8 @@
 """`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code.
 
-While any code is inside one, the functions here that get an `original` replace the symbols that
-`tfamp.interop.patching` lists under their names: each op is cast by its list, and the code around
-ops is kept from undoing it. The class itself is at the end.
+While an autocast is in force, the functions here that take an `original` replace the symbols that
+`tfamp.interop.patching` lists under their names: they cast the inputs of each op by its list, and
+keep library code from casting back. The class itself is at the end.
 """
 
 # ruff: noqa: N803 - arguments have the names that TensorFlow gives them
@@ -37,7 +37,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _EXPLICIT = "_tfamp_explicit_cast"
 _TENSORS = (tf.Tensor, tf.Variable)
 _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
-# Places of the inputs of an op that must have one float dtype, and which it may be.
+# Indices of the inputs of an op that share a float dtype, and the allowed dtypes.
 _Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 
 # ---- Ops -----------------------------------------------------------------------------------------
@@ -62,18 +62,18 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
 
 
 def true_division(mode: Mode, original: Any, x: Any, y: Any, name: Any = None) -> Any:
-    """Casts before Python code that refuses mixed dtypes before any op runs."""
+    """Casts before TensorFlow's Python code, which rejects mixed dtypes."""
     x, y = _adjust("RealDiv", (x, y)) or (x, y)
     return original(x, y, name=name)
 
 
 def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
-    """The inputs an op is to run with, cast as its list says; None if none changes."""
+    """Returns the inputs of an op, cast by its list; None if none changes."""
     mode = current_modes.current
     if mode is None:
         return None
     device = _next_device()
-    if op not in mode.targets and not _is_particular(op, device):
+    if op not in mode.targets and not _is_restricted(op, device):
         return None
     adjusted = list(inputs)
     for group in _groups(op, device):
@@ -81,19 +81,19 @@ def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
     if all(map(operator.is_, adjusted, inputs)):
         return None
     if any(isinstance(value, _STRUCTURED) for value in adjusted):
-        return None  # It fails, and TensorFlow goes on with what they are made of.
-    # TensorFlow's fast path takes tensors only; where it gives up, it forgets these inputs.
+        return None  # The op fails, and TensorFlow dispatches to their components.
+    # TensorFlow's fast path takes tensors only, and its fallback uses the original inputs.
     return [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
 
 
 def _next_device() -> str:
-    """The kind of device that TensorFlow places the next op on, if that has a kernel."""
+    """The kind of device on which TensorFlow places the next op, if it has a kernel there."""
     return tf_private.device_kind_in_force() or getattr(current_modes.innermost, "device", "")
 
 
 @functools.cache
 def _groups(op: str, device: str) -> tuple[_Group, ...]:
-    """The inputs of an op that must have one float dtype, and which it may be, group by group."""
+    """Groups the inputs of an op that share a float dtype, with the allowed dtypes."""
     groups: dict[str, _Group] = {}
     for index, each in enumerate(op_inputs(op, device)):
         name = each.type_attr or f"input {index}"
@@ -105,8 +105,8 @@ def _groups(op: str, device: str) -> tuple[_Group, ...]:
 
 
 @functools.cache
-def _is_particular(op: str, device: str) -> bool:
-    """Whether an op on no list may be given float dtypes that it cannot run with."""
+def _is_restricted(op: str, device: str) -> bool:
+    """Whether an unlisted op may get float dtypes that it has no kernel for."""
     return any(each.is_list or each.dtype == tf.resource for each in op_inputs(op)) or any(
         len(places) > 1 or not floats.issuperset(LOW_PRECISION)
         for places, floats in _groups(op, device)
@@ -122,7 +122,7 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
         members += value if isinstance(value, (list, tuple)) else (value,)
     dtypes = {dtype_name(member) for member in members}
     if len(dtypes) > 1:
-        # Beside a tensor, TensorFlow gives arrays and numbers the tensor's dtype.
+        # TensorFlow converts arrays and numbers to the dtype of a tensor among them.
         tensors = [each for each in members if not isinstance(each, state.ARRAYS)]
         dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
@@ -140,13 +140,13 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
 
 
 def _recast_or_make(value: Any, dtype: str) -> Any:
-    """An input in a dtype, as a tensor if it was none."""
+    """Converts an input to a tensor of a dtype."""
     if value is None or isinstance(value, _TENSORS):
         return recast(value, dtype)
     if isinstance(value, (list, tuple)):
         value = [recast(member, dtype) for member in value]
     with current_modes.set_to(None):
-        # A Keras variable does not take a dtype that is not its own.
+        # A Keras variable converts to its own dtype only.
         return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
 
 
@@ -162,10 +162,10 @@ def _as_tensors(value: Any, given: OpInput) -> Any:
 def _target(
     mode: Mode, op: str, dtypes: set[str], members: list[Any], floats: frozenset[str]
 ) -> str:
-    """The dtype an op's inputs are cast to, "" for none."""
+    """Returns the dtype for the inputs of an op, "" for none."""
     listed = mode.targets.get(op)
     if not listed:
-        # An op on no list is as it is given, save that it could not run with two dtypes.
+        # An unlisted op keeps its dtype; mixed ones, which it could not run with, are promoted.
         target = state.widest(dtypes)
     else:
         explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
@@ -179,7 +179,7 @@ def _target(
 
 
 def _written(op: str, inputs: Sequence[Any]) -> str:
-    """The dtype of the variable an op writes, if that is one ops are cast to; "" otherwise."""
+    """The dtype of the variable an op writes, if it is one of the three; else ""."""
     handle = inputs[0]
     if op_inputs(op)[0].dtype != tf.resource or not isinstance(handle, tf.Tensor):
         return ""
@@ -188,9 +188,9 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
 
 
 def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
-    """An op's attributes, names and values alternately, of the types TensorFlow's fast path takes.
+    """Converts attributes (names and values alternately) to types of TensorFlow's fast path.
 
-    Given others, TensorFlow falls back to code that forgets the inputs put in place of its own.
+    Its fallback for other types uses the original inputs.
     """
     makers, kinds = {"float": float, "type": tf.as_dtype}, tf_private.attr_kinds(op)
     plain = [_plain(attr) for attr in attrs]
@@ -206,16 +206,16 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-# ---- Casts that somebody wrote -------------------------------------------------------------------
+# ---- Explicit casts ------------------------------------------------------------------------------
 
 
 def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a cast and notes that it was the user's, or leaves out one of a library's."""
+    """Runs a cast and marks a user's as explicit; leaves out some of library code."""
     run = functools.partial(original, x, DstT, *args, **kwargs)
     source, target = dtype_name(x), tf.as_dtype(DstT).name
     if source not in EDITABLE or target not in EDITABLE or not tf.is_tensor(x):
         return run()
-    module, function = _asker()
+    module, function = _caller()
     if source == "float32":
         needless = (module, function) in patching.RESULTS_CAST_BACK
     else:
@@ -232,20 +232,20 @@ def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any
 
 
 def public_cast(mode: Mode, original: Any, x: Any, dtype: Any, name: Any = None) -> Any:
-    """Notes a user's cast to the dtype that the tensor has: no op runs for it."""
+    """Marks a user's cast to the tensor's own dtype, for which no op runs."""
     result = original(x, dtype, name)
     if result is not x or not tf.is_tensor(x) or dtype_name(x) not in EDITABLE:
         return result
-    if _asker()[0].startswith(patching.LIBRARIES):
+    if _caller()[0].startswith(patching.LIBRARIES):
         return result
     with current_modes.set_to(None):
-        result = tf.identity(x)  # The tensor itself may be used elsewhere.
+        result = tf.identity(x)  # Other uses of the tensor itself are not explicit.
     setattr(result, _EXPLICIT, True)
     return result
 
 
-def _asker() -> tuple[str, str]:
-    """The module and the function whose code asked for the cast that is running."""
+def _caller() -> tuple[str, str]:
+    """The module and the function that called the running cast."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -259,13 +259,13 @@ def _asker() -> tuple[str, str]:
 
 
 def paused(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs gradients in the dtypes of the forward pass, and optimizers in those of variables."""
+    """Runs gradients in the forward pass's dtypes and optimizers in their variables' dtypes."""
     with current_modes.set_to(None):
         return original(*args, **kwargs)
 
 
 def recording(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forgets casts that a tape has not seen, in a float32 island too."""
+    """Drops cached casts that a tape has not recorded, in a float32 island, too."""
     casts = current_modes.casts
     if casts is not None:
         casts.recording_changed()
@@ -273,9 +273,9 @@ def recording(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a custom gradient run in the mode of its forward pass, as recomputing needs.
+    """Runs a custom gradient in the mode of its forward pass, which recomputation needs.
 
-    Its results are cast to the dtypes of what they are the gradients of.
+    Its results are cast to the dtypes of the inputs and variables.
     """
 
     @functools.wraps(f)
@@ -285,7 +285,7 @@ def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -
 
         @functools.wraps(grad_fn)
         def gradient(*dys: Any, **variables: Any) -> Any:
-            # The tape may be asked after the context was left.
+            # tape.gradient may be called after the context was left.
             with hooks.held(), current_modes.set_to(mode):
                 return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
 
@@ -307,7 +307,7 @@ def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = No
 
 def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
     flat = tf.nest.flatten(structure)
-    if len(flat) != len(dtypes):  # TensorFlow has a message for that.
+    if len(flat) != len(dtypes):  # TensorFlow raises for that.
         return structure
     cast = [recast(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)]
     return tf.nest.pack_sequence_as(structure, cast)
@@ -317,7 +317,7 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
 
 
 def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes the mode, and what its ops run on, a part of what a trace of a function depends on."""
+    """Adds the mode and the kind of device to the cache key of a function's traces."""
     made = original(*args, **kwargs)
     key = made.context.xla_context_id, mode.key, _next_device()
     eager = made.context._replace(xla_context_id=key)
@@ -325,17 +325,17 @@ def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> An
 
 
 def signature_cast(mode: Mode, original: Any, spec: Any, value: Any, casting_context: Any) -> Any:
-    """Casts inputs of a function that takes the dtypes it was traced for, or was declared with."""
+    """Casts inputs of a function to the dtypes of its trace or its input signature."""
     value = recast(value, spec.dtype.name) if tf.is_tensor(value) else value
     return original(spec, value, casting_context)
 
 
-# Graphs that have been looked at: the functions themselves cannot all be referred to weakly.
+# Graphs that were checked; not all functions support weak references.
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warns, once for each graph, if ops stay float32 that autocast would run in low precision."""
+    """Warns, once per graph, of float32 ops that autocast would run in low precision."""
     if function.graph not in _seen:
         _seen.add(function.graph)
         name = function.name.decode() if isinstance(function.name, bytes) else function.name
@@ -352,7 +352,7 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
 
 
 def _stays_float32(graph: Any, mode: Mode) -> bool:
-    """Whether ops on the low list run in float32, and none in the low dtype, which is a choice."""
+    """Whether ops of the low list run in float32 and none in the low dtype, a user's choice."""
     graph_def = graph.as_graph_def()
     bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
     nodes = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
@@ -376,27 +376,27 @@ def while_loop(
 
 
 def loop_check(mode: Mode, original: Any, *args: Any) -> Any:
-    """Aligns a variable that AutoGraph compares before the loop above aligns it."""
+    """Aligns a variable before AutoGraph compares its dtypes."""
     *before, entry, exit_, shape = args
     exit_ = _align(exit_, entry) if tf.is_tensor(exit_) else exit_
     return original(*before, entry, exit_, shape)
 
 
 def _align(outputs: Any, like: Any) -> Any:
-    """A loop body's outputs in the dtypes of the variables it got."""
+    """Casts a loop body's outputs to the dtypes of its inputs."""
     return _in_dtypes(outputs, [dtype_name(value) for value in tf.nest.flatten(like)])
 
 
 def branch_check(mode: Mode, original: Any, name: str, body_var: Any, orelse_var: Any) -> Any:
-    """Leaves out AutoGraph's check of what the branches below align later."""
+    """Leaves out AutoGraph's check of outputs that `branches` aligns later."""
     if not _differ([body_var, orelse_var]):
         original(name, body_var, orelse_var)
 
 
 def branches(mode: Mode, original: Any, op_type: Any, branch_graphs: Any) -> Any:
-    """Gives outputs of branches the widest of their dtypes."""
+    """Promotes outputs of branches to their widest dtype."""
     outputs = [graph.outputs for graph in branch_graphs]
-    if len({len(each) for each in outputs}) == 1:  # TensorFlow has a message for the others.
+    if len({len(each) for each in outputs}) == 1:  # TensorFlow raises for the others.
         for place, row in enumerate(zip(*outputs, strict=True)):
             if _differ(row):
                 _recast_output(branch_graphs, place)
@@ -404,7 +404,7 @@ def branches(mode: Mode, original: Any, op_type: Any, branch_graphs: Any) -> Any
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether the outputs of branches have dtypes that are to become the widest of these."""
+    """Whether the outputs of branches have mixed dtypes to promote."""
     dtypes = {dtype_name(value) for value in values}
     return len(dtypes) > 1 and dtypes <= EDITABLE
 
@@ -417,32 +417,32 @@ def _recast_output(branch_graphs: Any, place: int) -> None:
         graph.structured_outputs = pack(graph.structured_outputs, graph.outputs)
 
 
-# ---- Python code that looks at dtypes itself -----------------------------------------------------
+# ---- Python code that checks dtypes --------------------------------------------------------------
 
 
 def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Converts for library code that asks for the dtype of an op's first input."""
+    """Converts values for library code that requests the dtype of an op's first input."""
     hint = kwargs.get("dtype_hint")
     if hint is not None and current_modes.current is not None and state.exceeds(value, hint.name):
         kwargs["dtype_hint"] = tf.float32
-    if current_modes.current is not None and tf.is_tensor(value):  # true of Keras's variables too
+    if current_modes.current is not None and tf.is_tensor(value):  # True of Keras variables, too.
         value, dtype = _converted(value, dtype, sys._getframe(2))
     return original(value, dtype, *args, **kwargs)
 
 
-def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
-    """The tensor to convert, for what asks, and the dtype to ask for.
+def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
+    """Returns the tensor to convert for a caller, and the dtype to request.
 
-    It is cast up where float32 is wanted and to a variable's dtype where it is for one; the dtype
-    is None where the op that follows settles it.
+    The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
+    assigned to; the dtype is None if the following op decides it.
     """
     given = dtype_name(value)
     if given not in EDITABLE:
         return value, dtype
-    module = asker.f_globals.get("__name__", "")
-    function = (module, asker.f_code.co_name)
+    module = caller.f_globals.get("__name__", "")
+    function = (module, caller.f_code.co_name)
     if function in patching.FLOAT32_FUNCTIONS or (
-        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
     ):
         return recast(value, "float32"), None
     wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
@@ -454,7 +454,7 @@ def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
 
 
 def stacked(mode: Mode, original: Any, values: Any, dtype: Any = None, name: Any = None) -> Any:
-    """Gives tensors in a list, which become one, their widest dtype where they differ."""
+    """Promotes a list of tensors of mixed dtypes before they are stacked."""
     if _mixes(tf.nest.flatten(values)):
         values = tf.nest.map_structure(lambda value: recast(value, "float32"), values)
         dtype = tf.float32
@@ -462,20 +462,20 @@ def stacked(mode: Mode, original: Any, values: Any, dtype: Any = None, name: Any
 
 
 def _mixes(values: Any) -> bool:
-    """Whether tensors among the values have different float dtypes."""
+    """Whether tensors among the values have mixed float dtypes."""
     dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
     return len(dtypes & EDITABLE) > 1
 
 
 def array_method(mode: Mode, original: Any, array: Any, *args: Any, **kwargs: Any) -> Any:
-    """Casts what a `tf.TensorArray` is to hold: the only float tensor of its arguments."""
+    """Casts an element to write into a `tf.TensorArray`, the only float tensor argument."""
     dtype = array.dtype.name
     kwargs = {name: recast(value, dtype) for name, value in kwargs.items()}
     return original(array, *(recast(value, dtype) for value in args), **kwargs)
 
 
 def sparse_matmul(mode: Mode, original: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-    """Multiplies dense: tf.matmul resorts to this slow float32 op for bfloat16 with float32."""
+    """Runs a MatMul instead, as tf.matmul uses this slow op for bfloat16 with float32."""
     if kwargs.get("a_is_sparse") or kwargs.get("b_is_sparse"):
         return original(a, b, **kwargs)
     dense = {k: v for k, v in kwargs.items() if not k.endswith("_is_sparse")}
@@ -485,17 +485,17 @@ def sparse_matmul(mode: Mode, original: Any, a: Any, b: Any, **kwargs: Any) -> A
 def cross_entropy(
     mode: Mode, original: Any, labels: Any = None, logits: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Casts low-precision logits up; else the float32 result would be cast back down."""
+    """Casts low-precision logits up, so that the float32 result is not cast back down."""
     if mode.targets.get("SoftmaxCrossEntropyWithLogits"):
         logits = recast(logits, "float32")
     return original(labels, logits, *args, **kwargs)
 
 
 def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes Keras layers of float32 read their variables in the low dtype.
+    """Lets float32 Keras layers read their variables in the low dtype.
 
-    Layers that Keras has quantized run paused, on inputs of their own dtype: sums and scales of
-    integers are beyond float16.
+    Layers that Keras has quantized run without autocast, on inputs of their own dtype: sums and
+    scales of integers exceed float16.
     """
     if not isinstance(operation, keras.layers.Layer):
         return original(operation, *args, **kwargs)
@@ -511,11 +511,11 @@ def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwar
         return original(operation, *args, **kwargs)
 
 
-# ---- All of them ---------------------------------------------------------------------------------
+# ---- Hooks ---------------------------------------------------------------------------------------
 
 
 def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a replacement with the mode in force, and the original where there is none."""
+    """Calls a replacement with the mode in force, and the original without one."""
 
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
         mode = current_modes.current
@@ -531,7 +531,7 @@ _FOR_A_MODE = (
     finished_graph, while_loop, loop_check, branch_check, branches, stacked, array_method,
     sparse_matmul, cross_entropy, operation_call,
 )  # fmt: skip
-# In place while any code is inside an autocast, and gone afterwards.
+# Installed while any autocast is in force.
 hooks = patching.Patch(
     **{each.__name__: each for each in (eager_op, graph_op, recording, convert)},
     **{each.__name__: _where_in_force(each) for each in _FOR_A_MODE},
@@ -541,7 +541,7 @@ hooks = patching.Patch(
 
 
 class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
-    """Runs ops in a low-precision dtype where that pays, and in float32 where it must be.
+    """Runs ops in a low-precision dtype where that pays, and in float32 where accuracy needs it.
 
     A context manager and a decorator, for eager code and for code being traced:
 
@@ -551,34 +551,33 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     - arithmetic and joining ops promote mixed inputs to the widest dtype among them;
     - all other ops run in the dtype they are given.
 
-    float64, integer and complex tensors are never touched. What you cast yourself inside, with
-    `tf.cast` or `keras.ops.cast` between float32 and low precision, is used in the dtype you chose.
-    Gradients are computed in the dtypes of the forward pass and arrive in the variable's dtype;
-    call `tape.gradient` inside or outside, as you like. A custom gradient runs in the mode of its
-    forward pass. Keras layers called inside are cast too, their variables with them; optimizers
-    are not. Loops keep the dtypes of their variables, the branches of a condition meet in the
-    widest one.
+    float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast` or
+    `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed in the
+    dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be called inside
+    or outside. A custom gradient runs in the mode of its forward pass. Keras layers called inside
+    are cast, too, with their variables; optimizers are not. Loops keep the dtypes of their
+    variables; the branches of a condition are promoted to the widest dtype.
 
-    It counts in its own thread and its own coroutine, and one object can be entered again while it
-    is in force. A `tf.function` called inside is traced again for it, even if it was traced before;
-    a `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
-    `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
+    It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function` called
+    inside is traced again, even if it was traced before; a `ConcreteFunction` stays unchanged, with
+    a warning. Under `tf.distribute.Strategy.run` put the context inside the function, as each
+    replica runs in its own thread.
 
-    Source: the semantics are those of `torch.autocast` and `paddle.amp.auto_cast`; the lists are
-    in `tfamp.OpLists`.
+    Source: the semantics of `torch.autocast` and `paddle.amp.auto_cast`, with the lists in
+    `tfamp.OpLists`.
 
     Args:
         dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled. None
-            picks what the hardware multiplies natively, as the policy "auto" does; where it
-            multiplies neither, nothing is cast.
+            picks the dtype that the hardware multiplies natively, as the policy "auto" does;
+            without one nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
-        op_lists: A `tfamp.OpLists`; None for tfamp's own for the dtype.
-        cache_casts: Whether a variable that several ops of a trace use is cast once, for each tape
-            and while it is not assigned. Its gradients are then added up in the low dtype.
+        op_lists: A `tfamp.OpLists`; None for the default lists of the dtype.
+        cache_casts: Whether a variable that several ops of a trace use is cast once, per tape and
+            until it is assigned. Its gradients are then accumulated in the low dtype.
 
     Warns:
         TfampWarning: Once for each function called inside whose graph was finished before and has
-            float32 ops that would be cast down.
+            float32 ops of the low list.
 
     Raises:
         ValueError: `dtype` is not a low-precision dtype.
@@ -609,8 +608,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
                 f"op_lists must be a tfamp.OpLists; got {op_lists!r}. Start from "
                 'tfamp.OpLists.default("float16").with_changes(...).'
             )
-        name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # also NumPy's types
-        # A loop over dtypes can keep one line for all of them.
+        name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # NumPy's types, too.
+        # A disabled autocast takes any float dtype, so that a loop over dtypes needs no branch.
         low = None if not enabled and name in FLOAT_DTYPES else low_dtype(dtype)
         if enabled:
             keras_hooks.require_tensorflow("tfamp.autocast")

@@ -1,8 +1,8 @@
-"""`GradScaler`: loss scaling in the shape PyTorch and Paddle gave it.
+"""`GradScaler`: loss scaling with the interface of PyTorch and Paddle.
 
-An *iteration* lasts from one update to the next. A variable holds the number of the iteration in
-which something last happened, so that every `tf.function` can read it. An update starts the next
-iteration and thereby resets all of them, also those of optimizers that its function never used.
+An *iteration* lasts from one update to the next. A mark is a variable with the number of the
+iteration in which an event last occurred, readable in every `tf.function`. An update increments the
+number and so clears all marks, including those of optimizers that its function never used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfamp.training.scaling import GradientRecord, Mark
 from tfamp.training.weights import PlainWeights, apply_if_finite
 
 _FLOAT32 = float_format("float32")
-# What a state holds: PyTorch's names, and what may be there.
+# The entries of a state, with PyTorch's names, and their checks.
 _CHECKS: dict[str, Callable[[Any], float]] = {
     "scale": partial(options.checked_scale, "scale"),
     "growth_factor": options.checked_growth_factor,
@@ -44,29 +44,29 @@ class GradScaler(tf.Module):
 
     One scaler serves a training loop with several losses, models and optimizers. In each iteration
     scale the losses, take the gradients, `step` every optimizer and then `update` once. To clip or
-    inspect gradients, `unscale` them before the step. A step with a gradient that is not finite,
-    on any replica, is skipped; the other optimizers' steps are not. `update` makes the scale back
-    off if any optimizer's gradients were not finite, and grow after `growth_interval` iterations
-    in a row without.
+    inspect gradients, `unscale` them before the step. A step with a non-finite gradient on any
+    replica is skipped; the steps of other optimizers are not. `update` lets the scale back off if
+    any optimizer's gradients were not finite, and grow after `growth_interval` iterations in a row
+    with finite gradients.
 
-    The scale follows PyTorch's rule step for step, with one bound that the rule lacks: it never
-    falls below float32's smallest normal number, 2**-126, so never becomes 0. As in PyTorch, a
-    scale that would grow to inf keeps its value.
+    The scale follows PyTorch's rule step for step, with an additional lower bound: float32's
+    smallest normal number, 2**-126, so that it never becomes 0. As in PyTorch, a scale that would
+    grow to inf keeps its value.
 
-    Calls out of order raise, in a function while it is traced. A function does not check the order
-    of its calls and those of another function.
+    Calls out of order raise, in a function while it is traced. The order of calls in different
+    functions is not checked.
 
     The methods work in eager mode, in a `tf.function`, in several, under `jit_compile=True` and in
     `strategy.run`; create the scaler under `strategy.scope()`. `tf.train.Checkpoint` saves it.
 
-    Source: `torch.amp.GradScaler`; `minimize` is `paddle.amp.GradScaler`'s.
+    Source: `torch.amp.GradScaler`, and `paddle.amp.GradScaler` for `minimize`.
 
     Args:
         init_scale: Scale of the first iteration.
         growth_factor: Factor the scale grows by, greater than 1.
         backoff_factor: Factor it backs off by after an overflow, between 0 and 1.
         growth_interval: Iterations in a row without overflow before the scale grows.
-        enabled: False makes every method pass on what it is given.
+        enabled: False makes every method return its arguments unchanged.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -116,10 +116,10 @@ class GradScaler(tf.Module):
             outputs: Float tensor of any shape, or a list, tuple or dict of such.
 
         Returns:
-            The same, scaled: float32, or float64 for float64.
+            The same structure, scaled: float32, or float64 for float64.
 
         Raises:
-            TypeError: There is something else than a float tensor.
+            TypeError: A loss is not a float tensor.
         """
         if not self._enabled:
             return outputs
@@ -130,11 +130,11 @@ class GradScaler(tf.Module):
     def unscale(self, optimizer: keras.optimizers.Optimizer, grads: Iterable[Any]) -> list[Any]:
         """Divides an optimizer's gradients by the current scale.
 
-        Optional: `step` does it if this was not called. The gradients are checked here and the
-        result is remembered until `update`, so that clipping cannot hide an overflow.
+        Optional: without it `step` unscales. The gradients are checked here and the result is
+        stored until `update`, so that clipping cannot hide an overflow.
 
         Args:
-            optimizer: The optimizer they are for.
+            optimizer: The optimizer of the gradients.
             grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
 
         Returns:
@@ -142,7 +142,7 @@ class GradScaler(tf.Module):
 
         Raises:
             RuntimeError: The optimizer has been unscaled or stepped since the last `update`.
-            TypeError: `optimizer` is no Keras optimizer, or `grads` no list of gradients.
+            TypeError: `optimizer` is not a Keras optimizer, or `grads` not a list of gradients.
             ValueError: The optimizer scales losses itself.
         """
         grads = gradient_lib.listed(grads, "unscale")
@@ -162,18 +162,18 @@ class GradScaler(tf.Module):
 
         Args:
             optimizer: A bare Keras optimizer.
-            grads_and_vars: Pairs of gradient and variable. The gradients are those that `unscale`
-                returned, changed at will; or, where it was not called, scaled ones.
+            grads_and_vars: Pairs of gradient and variable. The gradients are results of `unscale`,
+                perhaps modified; without a call of it, scaled ones.
 
         Returns:
             Whether they were applied, a scalar bool tensor; equal on all replicas.
 
         Raises:
             RuntimeError: The optimizer has been stepped since the last `update`.
-            TypeError: `optimizer` is no Keras optimizer, or an element is no pair of a float
+            TypeError: `optimizer` is not a Keras optimizer, or an element not a pair of a float
                 gradient and a variable.
-            ValueError: The optimizer scales losses itself, or there is nothing to apply, or a
-                shape does not fit its variable.
+            ValueError: The optimizer scales losses itself, or all gradients are missing, or a
+                shape does not match its variable.
         """
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "step")
         return self._step("step", optimizer, grads, variables)
@@ -198,7 +198,7 @@ class GradScaler(tf.Module):
 
     @as_written
     def update(self, new_scale: Any = None) -> None:
-        """Moves the scale on and starts the next iteration.
+        """Updates the scale and starts the next iteration.
 
         Args:
             new_scale: A scale to set instead, a number or a scalar tensor; it is checked. A tensor
@@ -206,7 +206,7 @@ class GradScaler(tf.Module):
 
         Raises:
             RuntimeError: No optimizer has been unscaled or stepped since the last update.
-            TypeError: `new_scale` is no number.
+            TypeError: `new_scale` is not a number.
             ValueError: `new_scale` is out of range.
         """
         if not self._enabled:
@@ -230,14 +230,14 @@ class GradScaler(tf.Module):
         tape: tf.GradientTape,
         variables: Sequence[Any],
     ) -> Any:
-        """Takes the gradients of a scaled loss, steps and updates; Paddle's way for one optimizer.
+        """Takes the gradients of a scaled loss, steps and updates, as Paddle does.
 
-        With several optimizers use `step` with each and `update` once: the second loss would have
-        been scaled with a scale that the first `minimize` may have changed.
+        For one optimizer: with several call `step` for each and `update` once, as the first
+        `minimize` may change the scale of the second loss.
 
         Args:
             optimizer: A bare Keras optimizer.
-            scaled_loss: What `scale` returned, computed under `tape`.
+            scaled_loss: The result of `scale`, computed under `tape`.
             tape: The tape that recorded it.
             variables: The variables to update.
 
@@ -256,7 +256,7 @@ class GradScaler(tf.Module):
         return applied
 
     def _follow_the_rule(self, finite: Any) -> None:
-        """Moves the scale on by one iteration, whose gradients were all finite or not."""
+        """Updates the scale after an iteration with finite gradients or not."""
         good = tf.where(finite, self._growth_tracker + 1, 0)
         # ">=", not "==": an interval made shorter than the count still takes effect.
         grows = good >= self._growth_interval
@@ -272,11 +272,11 @@ class GradScaler(tf.Module):
         return tf.convert_to_tensor(self._scale) if self._enabled else tf.constant(1.0)
 
     def is_enabled(self) -> bool:
-        """Whether the scaler does anything."""
+        """Returns whether the scaler is enabled."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain numbers, under PyTorch's names. Waits for the device.
+        """Returns the state as plain numbers, under PyTorch's names. Waits for the device.
 
         Returns:
             `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`;
@@ -287,27 +287,27 @@ class GradScaler(tf.Module):
         return {name: variable.numpy().item() for name, variable in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, PyTorch's or ours. Does nothing if not enabled.
+        """Restores a `state_dict`, PyTorch's or ours. Does nothing if not enabled.
 
         Args:
             state_dict: The state; not modified.
 
         Raises:
-            RuntimeError: It is empty: it comes from a scaler that was not enabled.
-            KeyError: Something is missing.
+            RuntimeError: It is empty, as a disabled scaler's.
+            KeyError: An entry is missing.
             TypeError: A value has the wrong type.
-            ValueError: A value is out of range. Nothing is restored then.
+            ValueError: A value is out of range. After an error nothing is restored.
         """
         if not self._enabled:
             return
         missing = [name for name in _CHECKS if name not in state_dict]
         if missing:
-            # As PyTorch: a disabled scaler's empty state is another fault than a damaged one.
+            # As PyTorch, which distinguishes a disabled scaler's empty state from a damaged one.
             raise (KeyError if state_dict else RuntimeError)(
                 f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
                 "Pass what state_dict() of an enabled GradScaler returned."
             )
-        # All are checked first: a bad value must not leave half a state.
+        # All are checked first: a bad value must not restore half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
         for name, variable in self._state.items():
             variable.assign(values[name])
@@ -321,7 +321,7 @@ class GradScaler(tf.Module):
 # ---- The order of calls ----------------------------------------------------------------------
 
 
-# The calls after which a method cannot be called on an optimizer until the next update.
+# By method: the calls after which it raises until the next update.
 _TOO_LATE = {
     "unscale": ("unscale", "step"),
     "step": ("step",),
@@ -345,10 +345,10 @@ class _Record(GradientRecord):
 
 
 class _Iteration:
-    """The calls of one scaler since its last update.
+    """Records of one scaler's optimizers since its last update.
 
-    A call out of order raises in eager mode, and while a function is traced if the trace holds both
-    calls. To check it when a function runs would make the host wait for the device in every step.
+    A call out of order raises in eager mode, and during tracing if both calls are in the trace. A
+    check at run time would make the host wait for the device in every step.
     """
 
     def __init__(self, scale: tf.Variable) -> None:
@@ -362,7 +362,7 @@ class _Iteration:
         return Mark(_variable("int64", -1), self._number)
 
     def record_for(self, call: str, optimizer: keras.optimizers.Optimizer) -> _Record:
-        """Returns an optimizer's record; raises if a call does not come in order."""
+        """Returns an optimizer's record; raises if a call is out of order."""
         if optimizer not in self._records:
             self._create_record(optimizer)
         record = self._records[optimizer]

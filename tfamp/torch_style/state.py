@@ -1,4 +1,4 @@
-"""Which autocast is in force in a context of a thread, how it casts, and the casts it may reuse."""
+"""The autocast in force in a context of a thread, its dtypes, and its cache of casts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Mode:
     """One autocast in force."""
 
     dtype: str  # The low one.
-    targets: dict[str, str]  # By op type the dtype its float inputs get; "" for their widest.
+    targets: dict[str, str]  # Op type -> dtype of its float inputs; "" for their widest.
     cache_casts: bool
     key: Hashable  # Part of the key of a trace.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
-        """The mode for a dtype and op lists."""
+        """Returns the mode for a dtype and op lists."""
         targets = dict.fromkeys(lists.widest, "")
         targets |= dict.fromkeys(lists.float32, "float32")
         targets |= dict.fromkeys(lists.low, dtype)
@@ -43,18 +43,18 @@ class Mode:
 class Block:
     """An autocast that was entered."""
 
-    mode: Mode | None  # What it puts in force; None where nothing is cast.
-    casts: Casts  # What it and the blocks around it may reuse.
-    device: str  # Kind of device that TensorFlow chooses where nobody does.
-    thread: int = field(default_factory=threading.get_ident)  # The one it counts in.
-    left: bool = False  # A context that it was not left in may hold it still.
+    mode: Mode | None  # None casts nothing.
+    casts: Casts  # Shared with the blocks around it.
+    device: str  # Kind of TensorFlow's default device.
+    thread: int = field(default_factory=threading.get_ident)  # The thread it applies to.
+    left: bool = False  # The stack of another context may still hold it.
 
 
 class _Modes:
     """The autocasts in force: a stack of blocks for each context, innermost last.
 
-    A context is that of `contextvars`: coroutines have one each. A block also counts only in its
-    thread, as all of TensorFlow's scopes do, whoever runs a copy of its context elsewhere.
+    A context is one of `contextvars`: each coroutine has its own. A block applies only to its
+    thread, as TensorFlow's scopes do, even if a copy of its context runs in another thread.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Modes:
         if outer:
             block = Block(mode, outer[-1].casts, outer[-1].device)
         else:
-            # Asked once: it takes as long as a small op, and does not change once ops have run.
+            # Read once: it costs as much as a small op, and is constant once ops have run.
             block = Block(mode, Casts(), tf_private.default_device_kind())
             # Tapes opened earlier bypass our hooks.
             block.casts.recording_changed()
@@ -91,17 +91,17 @@ class _Modes:
 
     @property
     def current(self) -> Mode | None:
-        """The mode in force; None where nothing is cast."""
+        """The mode in force; None if nothing is cast."""
         return getattr(self.innermost, "mode", None)
 
     @property
     def casts(self) -> Casts | None:
-        """Casts that may be reused here; None outside of every autocast."""
+        """The cache of casts; None outside of every autocast."""
         return getattr(self.innermost, "casts", None)
 
     @contextlib.contextmanager
     def set_to(self, mode: Mode | None) -> Iterator[None]:
-        """Puts a mode in force; None pauses what is."""
+        """Puts a mode in force; None pauses the current one."""
         if mode is None and self.current is None:
             yield
             return
@@ -112,27 +112,27 @@ class _Modes:
             self.leave(block)
 
 
-# ---- Casts that may be used again ----------------------------------------------------------------
+# ---- Cache of casts ------------------------------------------------------------------------------
 
 
 _READ = "ReadVariableOp"
-# Whatever else takes a variable's handle, a call of a function included, may assign.
+# Any other op that takes a variable's handle, such as a function call, may assign.
 _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
 
 
 class Casts:
-    """The casts of variables that the blocks of one stack may reuse, in the graphs traced there."""
+    """Cache of the casts of variables, per graph, for the blocks of one stack."""
 
     def __init__(self) -> None:
-        # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph
-        # alive, and the place in the trace of the read that was cast.
+        # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph alive,
+        # and the place in the trace of the read that was cast.
         self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
         self._casts = weakref.WeakKeyDictionary()
-        # The last place in a trace at which a tape began to record or to watch.
+        # Graph -> the last place in its trace at which a tape started to record or watch.
         self._recording: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def recording_changed(self) -> None:
-        """Notes that a tape begins to record or to watch: it did not see what was made before."""
+        """Drops casts, as a tape that starts to record or watch has not recorded them."""
         if tf.executing_eagerly():
             return
         graph = tf.compat.v1.get_default_graph()
@@ -141,12 +141,12 @@ class Casts:
             self._casts.pop(graph, None)
 
     def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
-        """Casts a tensor of a graph, or takes what the same variable was cast to before."""
+        """Casts a tensor of a graph; reuses the cast of the same variable if it is valid."""
         if not _is_read_in_this_trace(value):
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)
         if read <= self._recording.get(value.graph, -1):
-            return cast()  # The tape has not seen this read, and no other one may lend it a cast.
+            return cast()  # The tape has not recorded this read: its cast cannot be shared.
         casts = self._casts.setdefault(value.graph, {})
         last, last_read = casts.get((handle.name, dtype), (None, read))
         found = None if last is None else last()
@@ -157,7 +157,7 @@ class Casts:
 
 
 def _may_be_assigned(handle: Any, first: int, last: int) -> bool:
-    """Whether anything between two places of a trace may assign the variable of a handle."""
+    """Whether an op between two places of a trace may assign the variable of a handle."""
     return any(
         op.type not in _ONLY_READ and first < place_in_trace(op) < last for op in handle.consumers()
     )
@@ -178,13 +178,13 @@ current_modes = _Modes()
 
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 ARRAYS = (np.ndarray, np.generic)
-_NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name takes long
+_NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 
 
 def exceeds(value: Any, dtype: str) -> bool:
-    """Whether numbers, as -1e9 for what is masked, are finite and beyond half a low dtype's range.
+    """Whether numbers, such as -1e9 in a mask, exceed half a low dtype's range and are finite.
 
-    Two of them may be added.
+    Half, as two masks may be added.
     """
     if dtype not in LOW_PRECISION or not isinstance(value, (*ARRAYS, int, float)):
         return False
@@ -194,7 +194,7 @@ def exceeds(value: Any, dtype: str) -> bool:
 
 
 def dtype_name(value: Any) -> str:
-    """The dtype's name of anything that has one; "" of numbers, lists and None."""
+    """The name of a value's dtype; "" for numbers, lists and None."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return ""
@@ -204,12 +204,12 @@ def dtype_name(value: Any) -> str:
 
 
 def widest(dtypes: set[str]) -> str:
-    """The dtype that holds what each of these does."""
+    """The narrowest dtype that holds the values of all these."""
     return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
 
 
 def recast(value: Any, dtype: str) -> Any:
-    """A float16, bfloat16 or float32 value in another of these dtypes; anything else as it is."""
+    """Casts a float16, bfloat16 or float32 value to another of these; returns others unchanged."""
     given = dtype_name(value)
     if given not in EDITABLE or dtype not in EDITABLE or isinstance(value, tf.TypeSpec):
         return value

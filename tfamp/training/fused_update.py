@@ -1,15 +1,14 @@
-"""Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over a variable.
+"""Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over memory.
 
-Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
-TensorFlow has ops that do it in one, with the same roundings. The others are compiled by XLA
-instead, for all variables of a device together: TensorFlow's ResourceApplyAdam computes 1 - beta_2
-in float32, which for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies.
-Adafactor's means of rows, of columns and of a whole variable are passes of their own.
+Keras writes an update as a dozen ops that each read and write whole tensors. For SGD
+TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA, together
+for all variables of a device: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32, which
+for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies. Adafactor's means over
+rows, columns and whole variables are separate passes.
 
-Variables that are stored in another form than float32 are updated so by all of them: read, updated
-in float32 and rounded in one compiled pass. XLA may turn a product and a sum into one operation
-with one rounding; here every product is rounded by itself, so that a result is the same to the last
-bit in whatever form its variables are stored.
+Variables that are not stored in float32 are read, updated in float32 and rounded in one compiled
+pass, by every optimizer. XLA may contract a product and a sum into an FMA; here every product is
+rounded by itself, so that a result does not depend on how its variables are stored.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, several_replicas
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
-# What no rule computes.
+# Settings that no rule supports.
 _UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
-# Strategies in which every replica has a copy of each variable, and makes the same update of it.
+# Strategies in which every replica updates its own copy of each variable.
 _MIRRORS = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -41,7 +40,7 @@ _MIRRORS = (
 
 
 def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """An optimizer that no rule updates, in words; None where a rule does."""
+    """The name of an optimizer without a rule and its unsupported settings; None with a rule."""
     words = f"{optimizer.name} ({type(optimizer).__name__})"
     if _rule_of(optimizer) is None:
         return words
@@ -52,18 +51,17 @@ def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
 def fused_update(
     optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance
 ) -> Gradients | None:
-    """Applies dense gradients to float32 variables, and all to what is stored low, in one pass.
+    """Applies dense gradients to float32 variables, and any to low-precision ones, in one pass.
 
-    `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
-    variables, which Keras is to apply and which end the step; None where there are none. All are
-    left to Keras where the optimizer has no rule. Without XLA only SGD updates float32 variables
-    here.
+    `chance` seeds the stochastic rounding. Returns the gradients that Keras has to apply to end the
+    step, None if there are none; without a rule for the optimizer these are all. Without XLA only
+    SGD updates float32 variables here.
     """
     rule = _rule_of(optimizer)
     copies = not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS)
     if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
         return gradients
-    # Warns of gradients that are None, as the optimizer does.
+    # Warns about gradients that are None, as the optimizer does.
     values, variables = keras_hooks.without_missing(
         optimizer, gradients.values, gradients.variables
     )
@@ -71,9 +69,8 @@ def fused_update(
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         if not (all(fits) or any(map(_is_low, variables))):
-            return gradients  # The norm may be that of all gradients together.
-        # Keras clips what is left to it once more, which changes nothing then. It clips what each
-        # replica has, and sums then.
+            return gradients  # The norm may be global.
+        # Keras clips the rest a second time, without effect. It clips on each replica, then sums.
         gradients = gradients.unscaled()
         gradients = replace(gradients, values=keras_hooks.clipped(optimizer, gradients.values))
     own = _chosen(gradients, fits, True)
@@ -84,7 +81,7 @@ def fused_update(
     if not all(fits):
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
-    # In the replica's own copy, as all that is assigned here.
+    # In the replica's own copy, like every other assignment here.
     tf.raw_ops.AssignAddVariableOp(
         resource=iterations.handle, value=tf.constant(1, iterations.dtype)
     )
@@ -113,7 +110,7 @@ def _fits(rule: _Rule, gradient: Any, variable: Any) -> bool:
 
 
 def _is_low(target: Any) -> bool:
-    """Whether it stands for a variable that is stored in another form."""
+    """Whether a variable is not stored in float32."""
     return hasattr(target, "form")
 
 
@@ -122,7 +119,7 @@ def _update_in_one_pass(
 ) -> None:
     with tf.name_scope(optimizer.name):
         step = _step_of(optimizer, rule, gradients.divisor, chance)
-        # A variable that is given twice is updated twice, one update after the other.
+        # A variable that is given twice is updated twice, in sequence.
         times: Counter[int] = Counter()
         updates: dict[tuple[str, bool, int], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
@@ -137,7 +134,7 @@ def _update_in_one_pass(
                     continue
                 for group in _grouped(its_own, device):
                     _run_compiled(rule, step, group, device)
-        for variable in gradients.variables:  # Only low ones may have a constraint.
+        for variable in gradients.variables:  # Only low-precision ones may have a constraint.
             if getattr(variable, "constraint", None) is not None:
                 last = NUMBERS_OF_ONE * (keras_hooks.index_of(optimizer, variable) + 1) - 1
                 cell = _Cell(variable.form, variable.handles, tf.constant(last))
@@ -149,10 +146,10 @@ def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step
     decay = _number(optimizer.weight_decay or 0.0) * rate
     divisor = _number(1.0 if divisor is None else divisor)
     if rule.run is not None:
-        # A scalar is divided instead of the gradient, which SGD uses only times the rate.
+        # SGD uses the gradient only times the rate: divide that scalar.
         rate, divisor = rate / divisor, _number(1.0)
-    # A product with the inverse is faster than a division of each gradient, and the same for powers
-    # of two. The inverse of the largest ones is not a normal number: there are two factors.
+    # Multiplying by the inverse is faster than dividing, and exact for powers of two. The inverse
+    # of the largest ones is subnormal, hence two factors.
     first = tf.where(divisor > 2.0**64, _number(2.0**-64), 1.0)
     factors = first, 1.0 / (divisor * first)
     return _Step(factors, decay, rule.numbers(optimizer, rate), chance)
@@ -166,7 +163,7 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
     handles = [target.handles if low else [target.handle]]
     handles += [[native(each).handle] for each in slots]
     if isinstance(gradient, tf.IndexedSlices):
-        # Of a row that is given more than once Keras adds up the squares, not only the gradients.
+        # Keras sums the squares of repeated rows, not only the gradients.
         values = tf.cast(gradient.values, tf.float32)
         given = [
             tf.math.unsorted_segment_sum(each, gradient.indices, variable.shape[0])
@@ -174,23 +171,20 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
         ]
     else:
         gradient = tf.ensure_shape(gradient, variable.shape)
-        # Low gradients are cast in the compiled update where there is one, not all beforehand.
+        # The compiled update casts low-precision gradients itself.
         wide = gradient.dtype == tf.float64 or (rule.run is not None and not low)
         given = [tf.cast(gradient, tf.float32) if wide else gradient]
     return _Update(given, keras_hooks.decays(optimizer, target), forms, handles, index)
 
 
-# ---- Numbers that are stored ---------------------------------------------------------------------
+# ---- Stored numbers ------------------------------------------------------------------------------
 
-# Every variable of an optimizer, its slots with it, has so many numbers of its own.
+# Random streams reserved for each variable and its slots.
 NUMBERS_OF_ONE = 16
 
 
 class _Cell(NamedTuple):
-    """A float32 number that is stored in resources.
-
-    `chance` and its own number among all of a step decide how it is rounded.
-    """
+    """A float32 tensor that is stored in resources; `number` selects its random stream."""
 
     form: Form
     handles: Sequence[Any]
@@ -211,36 +205,36 @@ class _Cell(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the updates of one step have in common: scalars, in float32 but for the last."""
+    """Scalars shared by the updates of one step, in float32 except the last."""
 
-    factors: tuple[Any, Any]  # Of the gradients.
+    factors: tuple[Any, Any]  # Both multiply the gradients.
     decay: Any  # The weight decay times the learning rate.
-    numbers: Sequence[Any]  # What the rule makes of the optimizer and its learning rate.
+    numbers: Sequence[Any]  # The rule's own, from the optimizer and its learning rate.
     chance: Chance
 
 
 class _Update(NamedTuple):
-    """What one variable is updated with."""
+    """Arguments of the update of one variable."""
 
-    gradient: Sequence[Any]  # And, if it was sparse, its squares.
+    gradient: Sequence[Any]  # If it was sparse, also its squares.
     decays: bool
-    forms: tuple[Form, ...]  # Of the variable and of its slots.
-    handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
-    number: int  # The variable's own among the optimizer's.
+    forms: tuple[Form, ...]  # The variable's and its slots'.
+    handles: Sequence[Sequence[Any]]  # By form, then by stored part.
+    number: int  # The variable's index in the optimizer.
 
     @property
     def layout(self) -> Any:
-        """What is traced alike."""
+        """Key of updates that share a trace."""
         return tuple(each.dtype for each in self.gradient), self.decays, self.forms
 
     @property
     def kind(self) -> Any:
-        """What is compiled alike."""
+        """Key of updates that share a compiled program."""
         return self.gradient[0].shape, self.layout
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes, with the float32 number of a variable of two parts."""
+        """Bytes it reads and writes, with the float32 value of a variable stored in two parts."""
         stored = [dtype for form in self.forms for dtype in form.dtypes]
         sizes = [tf.as_dtype(each).size for each in (self.gradient[0].dtype, *stored)]
         parted = len(self.forms[0].dtypes) > 1
@@ -268,7 +262,7 @@ def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
         )
 
 
-# What follows computes with `times`, which rounds every product by itself.
+# The rules multiply with `times`, which rounds every product by itself.
 
 
 def _momentum_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any) -> Any:
@@ -328,7 +322,7 @@ def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
 
 
 def _adafactor_own_slots(optimizer: Any, index: int) -> list[Any]:
-    """The averages of rows, of columns and their product; of a vector its squares' alone."""
+    """Averages of rows, columns and their product; for a vector of its squares only."""
     rows, columns = (slot(optimizer, name, index) for name in ("r", "c"))
     factors = [rows, columns] if len(rows.shape) else []
     return [*factors, slot(optimizer, "v", index)]
@@ -350,7 +344,7 @@ def _adafactor_slots(times: Any, numbers: Any, gradient: Any, squares: Any, *slo
 
 def _adafactor_value(times: Any, numbers: Any, gradient: Any, value: Any, *slots: Any) -> Any:
     rate, _, _, _, least, threshold = numbers
-    # The product is not read: where it is stored low it is rounded.
+    # Not read from the slot, where it may be rounded.
     update = gradient / tf.sqrt(slots[0] if len(slots) == 1 else _of_factors(*slots[:2]))
     size = tf.maximum(least, _root_mean_square(times, value))
     update = update / tf.maximum(1.0, _root_mean_square(times, update) / threshold)
@@ -369,16 +363,15 @@ def _root_mean_square(times: Any, value: Any) -> Any:
 class _Rule(NamedTuple):
     """The update of one class of optimizers."""
 
-    # The optimizer's slots of the variable of an index.
+    # Returns the optimizer's slots for the variable of an index.
     slots: Callable[[Any, int], list[Any]]
-    # Scalars that all updates of a step have in common, of the optimizer and its learning rate.
+    # Returns the scalars that the updates of a step share, from the optimizer and its rate.
     numbers: Callable[[Any, Any], tuple[Any, ...]]
-    # The next values of a variable and of its slots, and which is computed first, of the old other.
+    # Return the next values of a variable and of its slots; the first one uses the old other.
     next_value: Callable[..., Any]
     next_slots: Callable[..., tuple[Any, ...]] | None = None
     value_first: bool = False
-    # Where TensorFlow has an op for float32 variables: called with the optimizer, the step and all
-    # updates on a device.
+    # Runs TensorFlow's own op for float32 variables, for all updates on a device.
     run: Callable[[Any, _Step, list[_Update]], None] | None = None
 
 
@@ -412,7 +405,7 @@ _RULES = {
 
 
 def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
-    # As Keras ships them: a subclass may compute something else.
+    # Exact classes only: a subclass may compute something else.
     if type(optimizer) is not keras.optimizers.SGD:
         return _RULES.get(type(optimizer))
     if optimizer.momentum == 0:
@@ -422,15 +415,17 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
-# Bytes that a cache which cores share holds of one call, while another one runs beside it.
+# Bytes of one call. On CPUs two calls that run at once fit into a shared cache.
 _ROOM = 8 << 20
+# Variables of one call. XLA compiles the update of each by itself, which takes long for hundreds.
+_MOST = 4
 
 
 def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
-    """Updates that are computed together: on GPUs all of them, on CPUs what caches hold.
+    """Updates by compiled call: all in one on GPUs.
 
-    What is computed of numbers that were just written then finds them in a cache. Groups of the
-    same kinds, as layers that repeat have them, are compiled once.
+    On CPUs the size of a call keeps values that were just written in a cache. Calls of the same
+    kinds, as in repeated layers, are compiled once.
     """
     if device_kind_of(device) != "cpu":
         return [updates]
@@ -440,7 +435,7 @@ def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
     groups: list[list[_Update]] = []
     room = 0
     for each in itertools.chain(*kinds.values()):
-        if not groups or each.bytes > room:
+        if not groups or len(groups[-1]) == _MOST or each.bytes > room:
             groups.append([])
             room = _ROOM
         groups[-1].append(each)
@@ -450,8 +445,8 @@ def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
 
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
     parts = (_update_value, _update_slots) if rule.value_first else (_update_slots, _update_value)
-    # What is computed of float32 slots takes them from the memory they were just written to. Low
-    # ones XLA would compute a second time, so what is computed of them is compiled by itself.
+    # The second part reads float32 slots back from memory that was just written. Low-precision
+    # slots XLA would compute twice, so there each part is compiled by itself.
     wide = all(form is FLOAT32 for update in updates for form in update.forms[1:])
     layouts = tuple(update.layout for update in updates)
     on_cpu, compiles = device_kind_of(device) == "cpu", xla_works(device)
@@ -463,8 +458,8 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
         compiled(step, gradients, handles, numbers)
 
 
-# Traced once for so many variables, and compiled once per set of shapes. It takes handles: a
-# function of variables is traced again for each of their shapes.
+# Traced once per layouts and compiled once per set of shapes. It takes handles, since a function of
+# variables is traced again for each of their shapes.
 @functools.lru_cache(maxsize=64)
 def _compiled(
     rule: _Rule,
@@ -475,15 +470,15 @@ def _compiled(
     compiles: bool,
 ) -> Any:
     def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> list[Any]:
-        halved = []
+        results = []
         for i, (_, decays, forms) in enumerate(layouts):
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms, handles[i], strict=True))
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
             for part in parts:
-                halved += part(rule, step, gradients[i], decays, cells)
-        # XLA on CPUs has a loop for each result, and repeats in it what has no result of its own.
-        return halved if on_cpu else []
+                results += part(rule, step, gradients[i], decays, cells)
+        # XLA on CPUs has a loop for each result, and recomputes intermediate values in it.
+        return results if on_cpu else []
 
     scalar, count = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64)
     step = _Step((scalar, scalar), scalar, (scalar,) * scalars, Chance(count, count))
@@ -495,13 +490,12 @@ def _compiled(
 
 
 def _update_value(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any) -> list[Any]:
-    """Updates a variable; returns its next value if that is stored in more than one part."""
+    """Updates a variable; returns its next value if it is stored in several parts."""
     times = functools.partial(_product, step.chance.step)
     value, *slots = (cell.load() for cell in cells)
     if decays:
-        # Not multiplied by 0: a weight may be infinite, as in a mask.
-        decayed = value - times(value, step.decay)
-        value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
+        # A weight may be infinite, as in a mask: do not multiply it by 0.
+        value = tf.where(tf.equal(step.decay, 0.0), value, value - times(value, step.decay))
     new = rule.next_value(times, step.numbers, _unscaled(times, step, given[0]), value, *slots)
     cells[0].store(new, step.chance)
     return [new] if len(cells[0].form.dtypes) > 1 else []
@@ -530,8 +524,8 @@ def _unscaled(times: Any, step: _Step, gradient: Any) -> Any:
 def _product(step: Any, left: Any, right: Any) -> Any:
     """Multiplies without contraction into an FMA.
 
-    The compiler cannot know that the number of steps is not negative, so it keeps the rounded
-    product, whose bits are combined with zeros.
+    The rounded product's bits are combined with the sign of the number of steps, which is zero,
+    but not known to the compiler.
     """
     zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63, tf.int64)), tf.int32)
     bits = tf.bitcast(left * right, tf.int32)

@@ -24,13 +24,13 @@ from tfamp.interop.keras_hooks import native, runs_tensorflow
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of one step, and what they are still to be divided by.
+    """The gradients of one step, with the divisor that unscales them.
 
     Attributes:
         values: Float tensors, `tf.IndexedSlices` or None.
-        variables: What each of them updates; None where that is not known.
-        divisor: Scalar float32, the same for all; None: they are unscaled.
-        checked: Whether each has been checked before; None: none has been.
+        variables: The variable of each, or None.
+        divisor: Scalar float32, the same for all; None if they are unscaled.
+        checked: Whether each is known to be finite; None: none is.
         summed: Whether they are sums over all replicas.
     """
 
@@ -58,13 +58,13 @@ class Gradients:
     def as_stored(self) -> Gradients:
         """The gradients in their variables' dtypes.
 
-        Keras adds gradients up in sums of that dtype, and does not cast them itself there.
+        Keras accumulates gradients in sums of that dtype without a cast.
         """
         values = [g if is_next_value(v) else _in_dtype_of(v, g) for g, v in self.pairs()]
         return replace(self, values=values)
 
     def all_finite(self) -> Any:
-        """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
+        """Whether all unchecked gradients, unscaled and in their variables' dtypes, are finite."""
         checked = self.checked or [False] * len(self.values)
         found = [
             _is_finite(gradient, variable, self.divisor)
@@ -74,7 +74,7 @@ class Gradients:
         return ops.all(ops.stack(found)) if found else ops.convert_to_tensor(True)
 
     def all_finite_everywhere(self, before: Any) -> Any:
-        """Whether all are finite on every replica, and what was checked `before` was as well."""
+        """Whether all are finite on every replica, and `before` holds there."""
         return on_every_replica(ops.logical_and(self.all_finite(), before))
 
     def summed_over_replicas(self) -> Gradients:
@@ -83,14 +83,13 @@ class Gradients:
         return replace(unscaled, values=_all_reduced(unscaled.pairs()), checked=None, summed=True)
 
     def summed_in_float16(self, loss_scale: Any) -> Gradients:
-        """The sums over the replicas, sent as float16 at the loss scale, which divides them then.
+        """The sums over the replicas, all-reduced as float16 at the loss scale, their new divisor.
 
-        What is sent is the gradient times the loss scale, as on one replica. What overflows, in a
-        cast or in the sum, is inf in the result: so the result has to be checked, and a loss scale
-        that is too large for the sum backs off. Gradients of 16 bits are sent in their dtype,
+        An overflow in a cast or in the sum is inf in the result, which is to be checked: a loss
+        scale that is too large for the sum backs off. 16-bit gradients are sent in their dtype,
         float64 in float64.
 
-        Source: TensorFlow RFC 293, "Keras mixed precision", which designed it and was not built.
+        Source: TensorFlow RFC 293, "Keras mixed precision", which was not implemented.
         """
         factor = loss_scale if self.divisor is None else loss_scale / self.divisor
 
@@ -104,9 +103,9 @@ class Gradients:
         return replace(self, values=values, divisor=loss_scale, checked=None, summed=True)
 
     def clipped(self, clip: GradClip) -> tuple[Gradients, Any]:
-        """Clips the gradients, all together, by their divisor; returns their norm before as well.
+        """Clips the global norm through the divisor; returns the norm before, too.
 
-        The divisor stays, to the last bit, where the norm is within bounds.
+        The divisor stays bit for bit if the norm is within bounds.
         """
         divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
         given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
@@ -120,14 +119,14 @@ class Gradients:
 def summed_checked_clipped(
     gradients: Gradients, finite: Any, clip: GradClip | None, float16_at: Any = None
 ) -> tuple[Gradients, Any, Any]:
-    """Sums, checks and clips gradients, which are then to be applied where all are finite.
+    """Sums, checks and clips the gradients of a step.
 
-    `finite` says what was found of those that were checked before. With `float16_at`, a loss scale,
-    sums over replicas are sent as float16 at it; all sums are checked, as they can overflow where
-    no replica's gradient has.
+    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over replicas
+    are sent as float16 at that scale; sums are checked again, as they can overflow where no
+    replica's gradient does.
 
-    Returns them, whether all are finite on all replicas, and their norm before clipping, None where
-    nothing is clipped.
+    Returns the gradients, whether all are finite on all replicas, and their norm before clipping,
+    None without a clip.
     """
     if several_replicas() and float16_at is not None:
         gradients = gradients.summed_in_float16(float16_at)
@@ -137,13 +136,13 @@ def summed_checked_clipped(
     if clip is None:
         return gradients, finite, None
     gradients, norm = gradients.clipped(clip)
-    # The squares may have overflowed. XLA and some kernels lose a NaN in a maximum.
+    # The squares may have overflowed. XLA and some kernels do not propagate NaN in a maximum.
     finite &= tf.math.is_finite(norm)
     return gradients, finite, tf.where(finite, norm, math.nan)
 
 
 def is_next_value(variable: Any) -> bool:
-    """Whether a variable's "gradient" is its next value (float8 training), no derivative."""
+    """Whether a variable's "gradient" is its next value, as in float8 training."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -153,7 +152,7 @@ def _quotient(values: Any, divisor: Any) -> Any:
 
 
 def widened(values: Any) -> Any:
-    """A tensor in float32, or in the wider dtype that it has."""
+    """A tensor in float32, or in its dtype if that is wider."""
     tensor = ops.convert_to_tensor(values)
     return ops.cast(tensor, "float32") if dtype_name(tensor) in LOW_PRECISION else tensor
 
@@ -170,7 +169,7 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 
 
 def _is_finite(gradient: Any, variable: Any, divisor: Any) -> Any:
-    # Without a branch, for which a GPU would have to wait: a step branches once, to update or not.
+    # Without a tf.cond, for which a GPU's host would wait: a step branches once, to update or not.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     divisor = None if is_next_value(variable) else divisor
     if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
@@ -186,7 +185,7 @@ def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:
     dtype = None if variable is None else dtype_name(variable)
     room = float_format(dtype if dtype in LOW_PRECISION else "float32").max
     limit = tf.constant(room) * (1.0 if divisor is None else tf.cast(divisor, tf.float32))
-    # Less than what divides to the largest number of the variable, as the limit is rounded.
+    # Rounded down: the product and the cast may round up.
     limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
     return tf.reduce_all(tf.abs(values) <= tf.cast(limit, values.dtype))
 
@@ -210,12 +209,12 @@ def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
 def _distinct_rows(gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         _, rows = tf.unique(gradient.indices)
-        # As many rows as there were: those beyond the distinct ones are zero.
+        # A static number of rows; those beyond the distinct ones are zero.
         return widened(tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(rows)))
     return widened(gradient)
 
 
-# The norm of one gradient, or its square, and of all of them together.
+# The norm of one gradient, or half its square, and its combination over all gradients.
 _NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     1: (lambda values: tf.reduce_sum(tf.abs(values)), tf.reduce_sum),
     2: (tf.nn.l2_loss, lambda halved_squares: tf.sqrt(2 * tf.reduce_sum(halved_squares))),
@@ -223,11 +222,11 @@ _NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-# ---- What a user gave ----------------------------------------------------------------------------
+# ---- Arguments of users --------------------------------------------------------------------------
 
 
 def variable_name(variable: Any) -> str:
-    """The most telling name a variable has: a Keras path, else a TensorFlow name."""
+    """The path of a Keras variable, else its name."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
 
 
@@ -237,7 +236,7 @@ def dtype_name(tensor: Any) -> str:
 
 
 def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
-    """Returns gradients as a list, or raises that `caller` takes one."""
+    """Returns gradients as a list; raises for other arguments of `caller`."""
     is_other = isinstance(gradients, (dict, str)) or hasattr(gradients, "dtype")
     if is_other or not isinstance(gradients, Iterable):
         raise TypeError(
@@ -250,7 +249,7 @@ def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
 def split_pairs(
     grads_and_vars: Iterable[tuple[Any, Any]], caller: str
 ) -> tuple[list[Any], list[Any]]:
-    """Splits (gradient, variable) pairs, or raises that `caller` takes those."""
+    """Splits (gradient, variable) pairs; raises for other arguments of `caller`."""
     try:
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except (TypeError, ValueError) as error:
@@ -262,7 +261,7 @@ def split_pairs(
 
 
 def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises if the gradients cannot be applied to the variables, before anything is changed."""
+    """Raises if the gradients cannot be applied to the variables."""
     if len(gradients) != len(variables):
         raise ValueError(
             f"Expected one gradient for each of the {len(variables)} variables; got "
@@ -297,7 +296,7 @@ def _check_gradient(gradient: Any, variable: Any) -> None:
 
 
 def check_in_replica() -> None:
-    """Raises if gradients cannot be applied here, because every replica has to apply its own."""
+    """Raises in cross-replica context, as every replica applies its own gradients."""
     if runs_tensorflow() and tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied inside strategy.run, once on each replica; this call is "
@@ -308,9 +307,9 @@ def check_in_replica() -> None:
 def outside_the_graph(create: Callable[[], None]) -> None:
     """Calls a function that creates variables, outside the graph being traced.
 
-    Replicas trace one after the other: the first one creates, the others find it done.
-    Variables created in a replica while it traces cannot be initialised; Keras's own optimizers
-    fail there unless they were built before.
+    Replicas are traced one after the other: the first one creates the variables. Variables created
+    in a replica during tracing cannot be initialized; Keras's optimizers fail there unless they
+    were built before.
     """
 
     def create_in_scope(strategy: tf.distribute.Strategy) -> None:
@@ -318,8 +317,8 @@ def outside_the_graph(create: Callable[[], None]) -> None:
             create()
 
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
-        # Under a strategy tf.init_scope leaves the graph, but not the tf.function's rule that only
-        # its first trace creates variables. Another thread has never heard of that function.
+        # Under a strategy tf.init_scope leaves the graph, but the tf.function still forbids new
+        # variables after its first trace. That rule is per thread.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(create_in_scope, tf.distribute.get_strategy()).result()
     else:
@@ -339,14 +338,14 @@ def all_reduce_sum(tensors: Sequence[Any]) -> Any:
 
 
 def on_every_replica(finite: Any) -> Any:
-    """Makes all replicas agree: True only where every replica of every worker said True."""
+    """Combines a bool of each replica of every worker by a logical and."""
     if not several_replicas():
         return finite
     return tf.equal(all_reduce_sum(tf.cast(tf.logical_not(finite), "float32")), 0.0)
 
 
 def call_if(condition: Any, function: Callable[[], Any]) -> None:
-    """Calls a function that assigns to variables where a scalar bool tensor holds."""
+    """Calls a function that assigns to variables if a scalar bool tensor holds."""
 
     def branch() -> None:
         function()
@@ -358,10 +357,9 @@ def call_if(condition: Any, function: Callable[[], Any]) -> None:
 
 
 def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:
-    """Calls `function(target, *sources)` with the copies that each device has of variables.
+    """Calls `function(target, *sources)` on each device with its copies of the variables.
 
-    Nothing is sent between devices: an assignment in a replica would average the replicas' values,
-    which are the same.
+    Without communication, unlike an assignment in a replica, which averages equal values.
     """
     target = native(target)
     strategy = tf.distribute.get_strategy()

@@ -1,6 +1,6 @@
-"""The loss scale in variables, and what is still scaled by it.
+"""The variables of a loss scale, and the record of the gradients scaled by it.
 
-The owner makes the variables, so that its checkpoints name them; these parts read and assign them.
+The owner creates the variables, so that its checkpoints name them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, wi
 
 
 def check_scales_no_loss(optimizer: Any, user: str) -> None:
-    """Raises if an optimizer is none, or scales losses itself, and `user` scales them too."""
+    """Raises if `optimizer` is not an optimizer, or scales losses itself as `user` does."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"{optimizer.name} is a LossScaleOptimizer already; with a {user} the loss would be "
@@ -48,7 +48,7 @@ def check_scales_no_loss(optimizer: Any, user: str) -> None:
 def scaled_loss(loss: Any, scale: Any) -> Any:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
-    A float16 loss is cast first: the default maximum scale, and already 2**16, is inf in float16.
+    A float16 loss is cast first: scales from 2**16 on are inf in float16.
     """
     try:
         wide = widened(loss)
@@ -63,11 +63,11 @@ def scaled_loss(loss: Any, scale: Any) -> Any:
 
 
 def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
-    """Moves a loss scale on by one step, whose gradients were all `finite` or not.
+    """Updates a loss scale and its counters after a step whose gradients were `finite` or not.
 
-    Counters that the rule does not look at are None.
+    Counters that the rule does not use are None.
     """
-    # Not a Python 0: it would become an int32, which GPUs' hosts compare.
+    # A Python 0 would become an int32, which is compared on the host.
     zero = ops.zeros_like(as_tensor(variables.good_steps))
     before = LossScaleState(*(zero if v is None else as_tensor(v) for v in variables))
     after = next_state(rule, before, finite, ops)
@@ -92,7 +92,10 @@ class Mark(NamedTuple):
 
     def set(self, where: Any = True) -> None:
         """Sets it if a scalar bool holds."""
-        self.variable.assign(ops.where(where, as_tensor(self.value), as_tensor(self.variable)))
+        value = as_tensor(self.value)
+        if where is not True:
+            value = ops.where(where, value, as_tensor(self.variable))
+        self.variable.assign(value)
 
     def clear(self) -> None:
         """Clears it, if it is a bool variable."""
@@ -102,8 +105,8 @@ class Mark(NamedTuple):
 class GradientRecord:
     """Record of one optimizer's gradients since its last step: unscaled? all finite?
 
-    Calls in the graph that is being traced are facts of the program text, kept per graph. The two
-    marks hold them for an apply in another graph.
+    Calls within one graph are recorded at trace time. The two marks hold them at run time, for a
+    step in another graph.
 
     Args:
         scale: Variable with the loss scale.
@@ -165,9 +168,10 @@ class GradientRecord:
         # Eager calls may be followed by a step in a function, which only the mark shows.
         if unscaled is None and calls.last == "unscale" and not tf.executing_eagerly():
             unscaled = True
-        scale = as_tensor(self._scale)
-        known = ops.where(self.unscaled.is_set, 1.0, scale) if unscaled is None else scale
-        return Gradients(gradients, targets, None if unscaled else known, checked)
+        divisor = None if unscaled else as_tensor(self._scale)
+        if unscaled is None:
+            divisor = ops.where(self.unscaled.is_set, 1.0, divisor)
+        return Gradients(gradients, targets, divisor, checked)
 
     def forget_here(self) -> None:
         """Forgets the calls in this graph."""
@@ -184,8 +188,8 @@ class _Calls:
     """Calls since the last step, in one graph or in eager mode."""
 
     last: str | None = None
-    # Gradients that were unscaled and the results, by identity: the one is finite if the other is.
-    # Weak: a record must not keep a step's gradients alive.
+    # Gradients that were unscaled and the results, by identity: one is finite if the other is.
+    # Weak references, as a record must not keep a step's gradients alive.
     tensors: weakref.WeakValueDictionary[int, Any] = field(
         default_factory=weakref.WeakValueDictionary
     )
@@ -197,12 +201,10 @@ def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
 
 
 class _CallsPerGraph(threading.local):
-    """The calls in each graph that is traced, and those in eager mode, in each thread.
+    """The calls in each graph and in eager mode, per thread.
 
-    Whether a method has been called is a fact of the program text, not of a step: it belongs to
-    the graph that is being traced. Keeping it per graph makes it hold under retracing and in
-    several functions; per thread, because each replica of a `MirroredStrategy` traces in a thread
-    of its own.
+    Per graph they hold under retracing and in several functions; per thread because each replica
+    of a `MirroredStrategy` is traced in its own thread.
     """
 
     def __init__(self) -> None:
@@ -219,27 +221,27 @@ class _CallsPerGraph(threading.local):
         return self._by_graph.pop(self._here(), _Calls())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CallsPerGraph:
-        return _CallsPerGraph()  # Calls on one object are none on its copy.
+        return _CallsPerGraph()  # A copy has not been called.
 
 
 # ---- A warning where every step is skipped -------------------------------------------------------
 
-# A step does not wait for the device, so the counters are read between steps only: in `fit` every
-# fifty steps and after each epoch, in eager loops every fifty steps. A loop around a `tf.function`
-# can read `consecutive_skipped_steps`, or use a `NumericsMonitor`.
+# Reading a counter waits for the device, so it is read between steps: every fifty steps of `fit`
+# and of eager loops, and after each epoch. Loops around a `tf.function` can read
+# `consecutive_skipped_steps` or use a `NumericsMonitor`.
 _EVERY, _MANY = 50, 20
 _eager_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(optimizer: Any) -> None:
-    """Has `fit` look at the skipped steps of an optimizer for as long as it lives."""
+    """Makes `fit` check for skipped steps while an optimizer exists."""
     _fits.acquire()
     weakref.finalize(optimizer, _fits.release).atexit = False
 
 
 def note_eager_step(optimizer: Any) -> None:
-    """Counts a step that was applied eagerly, and looks now and then."""
+    """Counts an eager step; checks for skipped steps every fifty."""
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
         _eager_steps[optimizer] = steps = _eager_steps.get(optimizer, 0) + 1
         if steps % _EVERY == 0:
@@ -255,7 +257,7 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counting(model: Any) -> list[Any]:
-    """The optimizers of a model that count skipped steps, those of its own included."""
+    """The optimizers among a model's attributes that count skipped steps."""
     return [each for each in vars(model).values() if hasattr(each, "consecutive_skipped_steps")]
 
 
@@ -264,7 +266,7 @@ _fits = Patch(fit=_fit)
 
 class _SkipWatch(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
+        # For callbacks with an on_train_batch_end Keras waits for every step's loss.
         if batch and batch % _EVERY == 0:
             self.on_epoch_end(0)
 
@@ -274,7 +276,7 @@ class _SkipWatch(keras.callbacks.Callback):
 
 
 def _warn_of_skips(optimizer: Any) -> None:
-    """Warns, once, if an optimizer has skipped many steps in a row."""
+    """Warns once if an optimizer has skipped many steps in a row."""
     if optimizer in _warned or (in_a_row := int(optimizer.consecutive_skipped_steps)) < _MANY:
         return
     _warned.add(optimizer)

@@ -193,7 +193,7 @@ class StoredWeight:
 
     @property
     def value(self) -> Any:
-        """The float32 value; also outside a replica, where there are no handles."""
+        """The float32 value; also outside a replica, where handles are missing."""
         parts = (native(each) for each in (self.variable, *self.beside))
         return self.form.decode(*map(tf.convert_to_tensor, parts))
 

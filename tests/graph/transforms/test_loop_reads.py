@@ -43,6 +43,16 @@ def training_step(weight):
     return step
 
 
+def assert_same_step(fast, step, *weights, dtype="bfloat16", depth=4 * ROUNDS):
+    """Both return the same, and leave the same weights."""
+    before = [weight.numpy() for weight in weights]
+    found = [*tf.nest.flatten(fast()), *(weight.numpy() for weight in weights)]
+    for weight, value in zip(weights, before, strict=True):
+        weight.assign(value)
+    for got, wanted in zip(found, [*tf.nest.flatten(step()), *weights], strict=True):
+        assert_close(got, wanted, dtype, depth=depth)
+
+
 def reads_in_loops(fast, *args):
     library = fast.concrete(*args).graph.as_graph_def().library.function
     return [node.name for f in library for node in f.node_def if node.op == "ReadVariableOp"]
@@ -64,12 +74,7 @@ def test_a_step_casts_a_weight_once_and_not_in_every_round(dtype, placement):
     assert {node.dtype for node in low} == {dtype}
     (cast,) = [cast for cast in fast.plan().casts if "ReadVariableOp" in cast.tensor]
     assert (cast.scope, cast.to) == ("", dtype)
-    found = [each.numpy() for each in fast()]
-    moved = weight.numpy()
-    weight.assign(START)
-    expected = [each.numpy() for each in step()]
-    for got, wanted in zip((*found, moved), (*expected, weight.numpy()), strict=True):
-        assert_close(got, wanted, dtype, depth=4 * ROUNDS)
+    assert_same_step(fast, step, weight, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,10 +132,7 @@ def test_a_weight_that_the_loop_writes_is_read_in_every_round(make):
 
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
     assert len(reads_in_loops(fast)) >= 1
-    found, moved = fast().numpy(), weight.numpy()
-    weight.assign(START)
-    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
-    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_same_step(fast, step, weight)
 
 
 def test_the_read_waits_for_what_the_loop_waits_for():
@@ -163,10 +165,7 @@ def test_a_weight_that_the_condition_of_a_loop_writes_is_read_in_every_round():
         return state
 
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
-    found, moved = fast().numpy(), weight.numpy()
-    weight.assign(START)
-    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
-    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_same_step(fast, step, weight)
 
 
 def test_handles_that_a_loop_exchanges_are_read_in_every_round():
@@ -187,10 +186,7 @@ def test_handles_that_a_loop_exchanges_are_read_in_every_round():
 
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
     assert len(reads_in_loops(fast)) == 1
-    found = fast().numpy()
-    weight.assign(START)
-    other.assign(0.5 * START)
-    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_same_step(fast, step, weight, other)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -232,8 +228,7 @@ def test_a_loop_in_a_loop_with_its_gradient(dtype):
     fast = tfamp.rewrite(step, dtype=dtype, placement="lists")
     pops = {node.dtype for node in fast.plan().nodes if node.op == "TensorListPopBack"}
     assert dtype in pops
-    for got, wanted in zip(fast(), step(), strict=True):
-        assert_close(got, wanted, dtype, depth=4 * ROUNDS**2)
+    assert_same_step(fast, step, dtype=dtype, depth=4 * ROUNDS**2)
 
 
 def test_force_low_leaves_what_a_branch_keeps_for_its_gradient():
@@ -255,8 +250,7 @@ def test_force_low_leaves_what_a_branch_keeps_for_its_gradient():
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists", force_low=["MatMul"])
     kept = {node.dtype for node in fast.plan().nodes if node.op.startswith("Optional")}
     assert kept == {"float32"}
-    for got, wanted in zip(fast(), step(), strict=True):
-        assert_close(got, wanted, "bfloat16", depth=4 * ROUNDS)
+    assert_same_step(fast, step)
 
 
 def test_a_fetched_loop_stays_as_it_is():
