@@ -86,7 +86,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             steps in a row; None never stops it.
 
     Raises:
-        ValueError: `every` or `max_consecutive_skips` is less than 1.
+        ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a directory.
         TypeError: One of them is not an integer.
         tf.errors.OpError: No event file can be created in the folder `tensorboard`.
 
@@ -120,6 +120,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         )
         # fspath refuses numbers, which `open` would take for file descriptors.
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
+        if self._jsonl is not None and self._jsonl.is_dir():
+            raise ValueError(f"jsonl must be a file to append to; {self._jsonl} is a directory.")
         self._events = (
             None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
         )
