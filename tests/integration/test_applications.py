@@ -35,12 +35,8 @@ def _others():
 def _cases():
     """One of each kind in one dtype in CI, all at night."""
     for name, policy in itertools.product((*REPRESENTATIVE, *_others()), MIXED):
-        in_ci = name in REPRESENTATIVE and policy == _turn(REPRESENTATIVE.index(name))
+        in_ci = name in REPRESENTATIVE and policy == list(MIXED)[REPRESENTATIVE.index(name) % 2]
         yield pytest.param(name, policy, marks=pytest.mark.slow if in_ci else pytest.mark.nightly)
-
-
-def _turn(number):
-    return list(MIXED)[number % len(MIXED)]
 
 
 def all_layers(model):
