@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import tfamp
 from helpers.browser import open_page
-from helpers.monitor_records import made_record
 from tfamp import diagnostics
 from tfamp.diagnostics.comparison import ComparisonRow
 from tfamp.reports import tables
@@ -95,11 +94,6 @@ def test_a_long_table_says_how_much_is_left_out():
     text = tables.table(("number", "what"), rows, rest=": elsewhere")
     assert text.count("<tr>") == 1 + tables.MOST_ROWS
     assert "and 1,034 more: elsewhere" in text
-
-
-def test_pictures_show_themselves_without_pyplot():
-    figure = diagnostics.plot_loss_scale([made_record(100)])
-    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 # ---- precision_settings --------------------------------------------------------------------------

@@ -71,19 +71,10 @@ def test_settings_without_effect_are_left_out_and_unknown_or_missing_ones_errors
         tfamp.LossScaleOptimizer.from_config(config)
 
 
-ADAM = {"class_name": "adam", "config": {"learning_rate": 0.5}}
-
-
-@pytest.mark.parametrize(
-    ("config", "scale", "rate"),
-    [
-        ({"inner_optimizer": "adam"}, 2.0**15, 0.001),
-        ({"inner_optimizer": ADAM, "initial_scale": 64.0}, 64.0, 0.5),
-    ],
-)
-def test_keras_optimizers_get_takes_what_describes_one(config, scale, rate):
+def test_keras_optimizers_get_takes_what_describes_one():
+    config = {"inner_optimizer": {"class_name": "adam", "config": {"learning_rate": 0.5}}}
     made = keras.optimizers.get({"class_name": "tfamp>LossScaleOptimizer", "config": config})
     assert type(made) is tfamp.LossScaleOptimizer
     assert type(made.inner_optimizer) is keras.optimizers.Adam
-    assert (made.initial_scale, float(made.learning_rate)) == (scale, pytest.approx(rate))
+    assert (made.initial_scale, float(made.learning_rate)) == (2.0**15, 0.5)
     assert keras.optimizers.get(made) is made

@@ -32,6 +32,7 @@ def test_the_loss_scale_is_drawn_step_by_step_with_the_skips():
     figure = plot_loss_scale(HISTORY)
     assert dict(matplotlib.rcParams) == before
     assert figure.canvas.manager is None
+    assert figure._repr_png_().startswith(b"\x89PNG")
     (axes,) = figure.axes
     scale, suggested, skips = axes.lines
     assert list(zip(*scale.get_data(), strict=True)) == [

@@ -103,7 +103,6 @@ def test_builds_trains_and_predicts(name, policy, request):
     ("policy", "nested"),
     [
         pytest.param("mixed_bfloat16", True, marks=pytest.mark.slow),
-        pytest.param("mixed_float16", False, marks=pytest.mark.nightly),
         pytest.param("mixed_bfloat16", False, marks=pytest.mark.nightly),
         pytest.param("mixed_float16", True, marks=pytest.mark.nightly),
     ],

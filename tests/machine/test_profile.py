@@ -103,7 +103,6 @@ def test_without_a_profile_the_machine_decides(monkeypatch):
         ("NVIDIA GeForce RTX 4090", "RTX 40", 2, 2),
         ("NVIDIA GeForce RTX 5070 Laptop GPU", "RTX 50", 209.5 / 104.8, 209.5 / 104.8),
         ("Quadro RTX 4000", "V100", 125 / 15.7, 125 / 15.7),  # Of an earlier generation.
-        ("NVIDIA T400 4GB", "A100", 2, 312 / 19.5),  # No T4.
     ],
 )
 def test_gpus_are_known_by_name_with_and_without_tf32(name, known, ratio, ratio_without_tf32):
