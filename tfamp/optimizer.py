@@ -615,6 +615,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def _inner_setting(name: str) -> property:
     """Returns a property that reads a setting of the inner optimizer and cannot be set."""
 
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
     def refuse(self: LossScaleOptimizer, value: Any) -> None:
         if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
             raise AttributeError(
@@ -622,8 +625,7 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    doc = f"The inner optimizer's `{name}`; set it there."
-    return property(lambda self: getattr(self.inner_optimizer, name), refuse, doc=doc)
+    return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
 
 
 for _name in _INNER_SETTINGS - {"learning_rate"}:
