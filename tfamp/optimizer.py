@@ -615,6 +615,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def _inner_setting(name: str) -> property:
     """Returns a property that reads a setting of the inner optimizer and cannot be set."""
 
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
     def refuse(self: LossScaleOptimizer, value: Any) -> None:
         if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
             raise AttributeError(
