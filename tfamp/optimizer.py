@@ -625,9 +625,6 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    def read(self: LossScaleOptimizer) -> Any:
-        return getattr(self.inner_optimizer, name)
-
     return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
 
 
