@@ -64,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: --quick leaves it out of the acceptance suite")
     if _on_cpu(config):
         tf.config.set_visible_devices([], "GPU")
-    elif config.getoption("on_cpu", default=None) is not None:
+    elif all(Path(each).resolve().is_relative_to(_HERE) for each in config.args):
+        # No other tests run, whose settings these would change.
         # TensorFlow's own settings: with few threads a GPU waits for the host.
         tf.config.threading.set_intra_op_parallelism_threads(0)
         tf.config.threading.set_inter_op_parallelism_threads(0)

@@ -163,8 +163,8 @@ bit_for_bit = pytest.mark.skipif(
 
 def updated_at_once(shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float32", **rounding):
     """Weights after an update, its compiled calls, and the products in what these compile."""
-    random = np.random.default_rng(3)
-    values = [random.standard_normal(each).astype("float32") for each in shapes]
+    keras.utils.set_random_seed(3)
+    values = [np.random.standard_normal(each).astype("float32") for each in shapes]
     weights = [keras.Variable(value, dtype=dtype) for value in values]
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01), **rounding)
     optimizer.build(weights)
