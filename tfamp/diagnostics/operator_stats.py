@@ -83,7 +83,7 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _computed(scope: str, indexes: Mapping[str, GraphIndex]) -> Iterator[tuple[str, str]]:
-    """Yields type and dtype of every op, those of a function once for each call."""
+    """Yields type and dtype of every op; ops of a function count once for each call."""
     index = indexes[scope]
     dtypes = defaultdict[int, list[str]](list)
     # Outputs before inputs.

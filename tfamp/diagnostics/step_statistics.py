@@ -186,7 +186,7 @@ def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
 
 
 # One trace for all tensors, and in a graph one node for each. Sums are int64: TensorFlow computes
-# those of int32 on the host, wherever the tensors are.
+# int32 sums on the host, wherever the tensors are.
 @tf.function(
     input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)],
     autograph=False,
@@ -347,7 +347,7 @@ def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHist
     """
     columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
     counts = {i - _BIAS: n for i, n in enumerate(columns[:EXPONENTS]) if n}
-    # Zeros have the exponent bits of subnormal numbers, NaNs those of infs.
+    # Zeros have the exponent bits of subnormal numbers, and NaNs have the bits of infs.
     zeros, nans = counts.pop(-_BIAS, 0), columns[_NANS]
     infs = counts.pop(EXPONENTS - 1 - _BIAS, 0) - nans
     bits = max(int(row[_LARGEST]) for row in rows)  # In the order of the values.

@@ -372,7 +372,7 @@ def statistics(index: GraphIndex) -> dict[int, Reason]:
 
     Returns:
         Positions of nodes with the reason: from the first ones that take the data to the one that
-        gives the normalized values, with a gain and a bias where these come next; and those of
+        gives the normalized values, with a gain and a bias where these come next; and the nodes of
         their gradients.
     """
     if _ROOTS.isdisjoint(node.op for node in index.nodes):
