@@ -327,12 +327,10 @@ def _placement(model: Any, config: PrecisionConfig) -> str:
     XLA compiles once for each shape that tensors have, so only the batch size may vary.
     """
     shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
-    is_open = config.level == "auto" and not config.placement
+    is_open = config.level == "auto" and not config.placement and xla_works("")
     is_alone = model.distribute_strategy.num_replicas_in_sync == 1
     is_static = shapes and all(None not in shape for shape in shapes)
-    return (
-        FUSED if is_open and is_alone and is_static and xla_works("") else config.rewrite_placement
-    )
+    return FUSED if is_open and is_alone and is_static else config.rewrite_placement
 
 
 def _finish(

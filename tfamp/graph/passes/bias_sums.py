@@ -11,6 +11,7 @@ Source: `core/kernels/bias_op_gpu.cu.cc` and `reduction_gpu_kernels.cu.h` of Ten
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import cast
 
 import tensorflow as tf
@@ -20,8 +21,7 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 
-_GRADIENT, _SUM = "BiasAddGrad", "Sum"
-_LEAST_RANK = 2
+_GRADIENT, _SUM, _LEAST_RANK = "BiasAddGrad", "Sum", 2
 
 
 def with_sums(options: RewriteOptions, graph: GraphEditor) -> RewriteOptions:
@@ -36,9 +36,14 @@ def with_sums(options: RewriteOptions, graph: GraphEditor) -> RewriteOptions:
     known = all(len(body.dims(node.input[0])) >= _LEAST_RANK for body, node in gradients)
     if options.device == "tpu" or not safe or not known:
         return options
-    lists = cast(OpLists, options.op_lists).with_changes(infer_add=[_GRADIENT])
+    lists = _with_gradients(cast(OpLists, options.op_lists))
     changed = dataclasses.replace(options, op_lists=lists)
     return changed if changed.updates == options.updates else options
+
+
+@functools.lru_cache
+def _with_gradients(lists: OpLists) -> OpLists:
+    return lists.with_changes(infer_add=[_GRADIENT])
 
 
 def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
