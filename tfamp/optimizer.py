@@ -97,9 +97,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """
 
     # Called by `apply` with gradients, variables, the remaining divisor of the gradients (None:
-    # unscaled) and whether all are finite. A NumericsMonitor sets it while it records; functions
+    # unscaled) and whether all are finite. A NumericsMonitor adds one while it records; functions
     # traced before do not call it.
-    gradient_observer: Callable[[list[Any], list[Any], Any, Any], None] | None = None
+    gradient_observers: tuple[Callable[[list[Any], list[Any], Any, Any], None], ...] = ()
 
     def __init__(
         self,
@@ -400,8 +400,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
             scaled, record.all_finite, self.grad_clip, float16_at
         )
-        if self.gradient_observer is not None:
-            self.gradient_observer(grads, variables, scaled.divisor, finite)
+        for observe in self.gradient_observers:
+            observe(grads, variables, scaled.divisor, finite)
         if self._norm is not None:
             self._norm.assign(norm)
         return gradients, finite

@@ -153,6 +153,6 @@ def _loaded(path: Path) -> Any:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
-            f"{path} cannot be loaded: {error}. Load a model with code of its own in Python and "
-            "give model_report the model."
+            f"{path} cannot be loaded: {str(error).rstrip('.')}. Load a model with code of its own "
+            "in Python and give model_report the model."
         ) from error

@@ -20,7 +20,7 @@ from tfamp.core.options import checked_count
 from tfamp.diagnostics.step_statistics import SHARES, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
-from tfamp.interop.patching import unwrap_methods, wrap_method
+from tfamp.interop.patching import wrap_method
 from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.reports.tables import table_lines
@@ -498,11 +498,11 @@ def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
         A function that removes the observer.
     """
     if isinstance(optimizer, LossScaleOptimizer):
-        optimizer.gradient_observer = observer
+        optimizer.gradient_observers += (observer,)
 
         def drop() -> None:
-            if optimizer.gradient_observer is observer:
-                optimizer.gradient_observer = None
+            others = (each for each in optimizer.gradient_observers if each is not observer)
+            optimizer.gradient_observers = tuple(others)
 
         return drop
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -519,5 +519,4 @@ def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
             observer(grads, variables, scaling_of(optimizer).scale(), finite)
         return original(grads, trainable_variables, **options)
 
-    unwrap_methods(optimizer)  # An interrupted fit may have left one.
     return wrap_method(optimizer, "apply", apply)

@@ -456,7 +456,8 @@ def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
 def stacked(mode: Mode, original: Any, values: Any, dtype: Any = None, name: Any = None) -> Any:
     """Promotes a list of tensors of mixed dtypes before they are stacked."""
     if _mixes(tf.nest.flatten(values)):
-        values = tf.nest.map_structure(lambda value: recast(value, "float32"), values)
+        # AutoGraph warns about lambdas, whose source it cannot read.
+        values = tf.nest.map_structure(functools.partial(recast, dtype="float32"), values)
         dtype = tf.float32
     return original(values, dtype, name)
 
