@@ -65,7 +65,7 @@ class Rules:
         updates: Updates = "float32",
     ) -> None:
         self.index, self.regions, self.forced, self.updates = index, regions, forced, updates
-        self.colors = [colors.get(index.node_of(slot).op) for slot in range(len(index.slots))]
+        self.colors = [colors.get(op) for op in index.ops]
         # Grappler's own lists give Grappler's result.
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
