@@ -7,11 +7,14 @@ dtypes of both ends of every edge and raises for an invalid graph.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
@@ -116,8 +119,6 @@ class _Indexer:
     # First reads by device and inputs.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
-    # By serialized attribute.
-    known_shapes: dict[bytes, Sequence[_Shape | None]] = field(default_factory=dict)
 
     def index(self) -> GraphIndex:
         function = self.body.graph
@@ -235,11 +236,7 @@ class _Indexer:
         if self.dtype is None:
             return
         if SHAPES in attrs:
-            # Few nodes have shapes of their own.
-            given = attrs[SHAPES].SerializeToString()
-            shapes = self.known_shapes.get(given, ())
-            if not shapes:
-                shapes = self.known_shapes[given] = [*map(_shape, attrs[SHAPES].list.shape)]
+            shapes = _shapes(attrs[SHAPES].SerializeToString())
         elif op == "Const" and "value" in attrs:
             shapes = [_shape(attrs["value"].tensor.tensor_shape)]
         for port, shape in enumerate(shapes):
@@ -282,6 +279,11 @@ class _Indexer:
         return slots[port], port, tensor.replace(name, self.nodes[producer].name, 1)
 
 
+@functools.lru_cache(10_000)  # Few nodes have shapes of their own.
+def _shapes(serialized: bytes) -> tuple[_Shape | None, ...]:
+    return tuple(map(_shape, tf.compat.v1.AttrValue.FromString(serialized).list.shape))
+
+
 def _shape(given: Any) -> _Shape | None:
     if given.unknown_rank:
         return None
@@ -290,8 +292,12 @@ def _shape(given: Any) -> _Shape | None:
 
 def largest_finite(tensor: Any) -> float:
     """Returns the largest magnitude of the finite values of a float32 TensorProto, else 0."""
-    values = np.frombuffer(tensor.tensor_content, np.float32) if tensor.tensor_content else None
-    magnitudes = np.abs(np.array(tensor.float_val, np.float32) if values is None else values)
+    content, numbers = tensor.tensor_content, tensor.float_val
+    if not content and len(numbers) == 1:  # Most constants are; arrays take ten times as long.
+        return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
+    magnitudes = np.abs(
+        np.frombuffer(content, np.float32) if content else np.array(numbers, np.float32)
+    )
     return float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
 
 

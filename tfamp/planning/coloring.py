@@ -331,8 +331,7 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
 
 # Ops that pass a TensorList on, whatever the dtype of its elements.
 _CARRIERS = op_types("""
-    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch
-    ZerosLike
+    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch ZerosLike
 """)
 
 _FIXED_OPS = {
