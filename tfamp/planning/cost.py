@@ -131,8 +131,11 @@ class _Estimate:
             of_node = self._cast_times if node.op == "Cast" else self._op_times
             for slot, seconds in zip(node.slots, of_node(position), strict=True):
                 times[slot] = seconds
+        # A constant is cast when a graph is frozen or loaded, not when it runs.
         casts = {
             tensor: self._cast_seconds(tensor, FLOAT32, self._dtype)
+            if index.nodes[tensor[0]].op != "Const"
+            else 0.0
             for slot, tensors in enumerate(self._written)
             if index.slots[slot].dtype == FLOAT32
             for tensor in tensors
@@ -238,10 +241,10 @@ Shape: TypeAlias = tuple[int, ...]
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
 # Ops that forward their buffer or read only a shape.
 FREE_OPS = op_types("""
-    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
-    Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
-    Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
-    TensorListReserve TensorListSetItem
+    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp Placeholder
+    PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot Squeeze
+    StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack TensorListReserve
+    TensorListSetItem
 """)
 _FREE = FREE_OPS | {ARGUMENT, RESULT}
 # Ops that move values without arithmetic.
@@ -250,8 +253,8 @@ MOVING_OPS = op_types("""
     DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
     ResizeNearestNeighbor ResourceGather Reverse ReverseSequence ReverseV2 Slice SpaceToBatch
     SpaceToBatchND SpaceToDepth Split SplitV StridedSlice StridedSliceGrad TensorListConcat
-    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
-    Unpack ZerosLike
+    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose Unpack
+    ZerosLike
 """)
 
 
