@@ -286,6 +286,16 @@ def test_what_gains_next_to_nothing_is_left_to_the_lists():
     assert of_dsl("x>A1>I>A2", size=4, profile=BUILT_IN)[0] == {"a1", "i", "a2"}
 
 
+@pytest.mark.parametrize("profile", [NATIVE, BUILT_IN])
+def test_casts_of_constants_cost_nothing_as_files_and_grappler_fold_them(profile):
+    weights = tf.fill((512, 512), 0.1).numpy()
+    dense = tf.function(lambda x: x @ weights)
+    graph = dense.get_concrete_function(tf.TensorSpec((None, 512))).graph
+    plan = rewritten(graph.as_graph_def(add_shapes=True), ["Identity:0"], (), profile=profile).plan
+    assert [node.dtype for node in plan.nodes if node.op == "MatMul"] == ["bfloat16"]
+    assert plan.summary.estimated_speed_up > 1.3
+
+
 def test_what_no_allow_node_leads_to_is_never_converted():
     low, _ = of_dsl("x>i1>i2>c>i3>i4 x>a", keep_float32=["^a$"])
     assert low == set()

@@ -64,6 +64,7 @@ class OpSignature(NamedTuple):
         lists: The type attributes that are lists.
         defaults: Default values of attributes a node may leave out: a dtype, a tuple or a number.
         numbers: Attributes that hold the number of tensors of an argument.
+        deciding: The type attributes and these.
         uses_references: Whether an argument is a reference to a variable's memory.
     """
 
@@ -73,6 +74,7 @@ class OpSignature(NamedTuple):
     lists: frozenset[str]
     defaults: Mapping[str, Any]
     numbers: frozenset[str]
+    deciding: tuple[str, ...]
     uses_references: bool
 
     def value(self, node: Any, attr: str, otherwise: Any = None) -> Any:
@@ -86,13 +88,16 @@ def signature(definition: Any) -> OpSignature:
     arguments = (*definition.input_arg, *definition.output_arg)
     types = [attr for attr in definition.attr if attr.type in ("type", "list(type)")]
     given = [attr for attr in definition.attr if attr.HasField("default_value")]
+    allowed = {attr.name: _allowed(attr) for attr in types}
+    numbers = frozenset(arg.number_attr for arg in arguments) - {""}
     return OpSignature(
         inputs=tuple(definition.input_arg),
         outputs=tuple(definition.output_arg),
-        allowed={attr.name: _allowed(attr) for attr in types},
+        allowed=allowed,
         lists=frozenset(attr.name for attr in types if attr.type == "list(type)"),
         defaults={attr.name: _plain(attr.default_value) for attr in given},
-        numbers=frozenset(arg.number_attr for arg in arguments) - {""},
+        numbers=numbers,
+        deciding=(*allowed, *sorted(numbers)),
         uses_references=any(arg.is_ref for arg in arguments),
     )
 
@@ -288,11 +293,11 @@ class GraphEditor:
         arguments = signature.input_arg if own == name else signature.output_arg
         return next((each for each in arguments if each.name == own), None)
 
-    def taken(self, name: str, position: int) -> str:
-        """Returns the tensor that an input of a node, or a result (`RESULT`), takes."""
+    def taken(self, name: str) -> list[str]:
+        """Returns the inputs of a node, or of a result (`RESULT`)."""
         if name.startswith(RESULT):
-            return str(self.graph.ret[name.removeprefix(RESULT)])
-        return str(self.by_name[name].input[position])
+            return [self.graph.ret[name.removeprefix(RESULT)]]
+        return list(self.by_name[name].input)
 
     def uses(self, name: str) -> int:
         """Returns how often a node is used, from outside included."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,6 +24,22 @@ from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, node_name, reach
 
 _FUNCTION_TYPES = ("func", "list(func)")
 _NUMBERS = itertools.count(1)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses garbage collection: a rewrite makes millions of objects and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            # Makes all objects old ones, or the next collection would visit the new ones.
+            gc.freeze()
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def copied(graph_def: Any) -> Any:
@@ -207,6 +225,7 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     return inlined(graph_def, keep).graph
 
 
+@collector_paused()
 def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
     """Inlines calls as `inline_calls` does; returns the editor of the graph."""
     graph = GraphEditor(graph_def, keep)

@@ -7,11 +7,14 @@ dtypes of both ends of every edge and raises for an invalid graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import functools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
@@ -137,28 +140,29 @@ class _Indexer:
         self._register(kind, tensors, name, op)
 
     def _add_node(self, node: Any) -> None:
-        own = self.body.signature(node)
-        values = {attr: self._value(node, own, attr) for attr in (*own.allowed, *own.numbers)}
-        refused = self.dtype is not None and refused_options(node)
-        key = node.op, node.device, refused, tuple(values.values())
+        # One read of each field, and attributes as bytes: most nodes are of a known kind.
+        own, op, device, attrs = self.body.signature(node), node.op, node.device, node.attr
+        given = [attrs[each].SerializeToString() if each in attrs else b"" for each in own.deciding]
+        key = op, device, *given, self.dtype is not None and refused_options(node)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = self._kind(node, own, values)
+            kind = self.kinds[key] = self._kind(node, own)
         calls = tuple(function_attributes(node))
-        if node.op in self.body.library:
-            calls = (("", node.op), *calls)
+        if op in self.body.library:
+            calls = (("", op), *calls)
         position = len(self.nodes)
-        equation = attribute_text(node, "equation") if node.op == "Einsum" else ""
-        rest = node.device, calls, own.uses_references, equation
-        self._register(kind, tensor_inputs(node), node.name, node.op, *rest)
-        if node.op == "ReadVariableOp":
-            time = (node.device, *sorted(node.input))
+        equation = attribute_text(node, "equation") if op == "Einsum" else ""
+        rest = device, calls, own.uses_references, equation
+        self._register(kind, tensor_inputs(node), node.name, op, *rest)
+        if op == "ReadVariableOp":
+            time = (device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
-        self._add_shapes(position, node.op, node.attr)
-        if node.op == "Const" and self.dtype is not None and values.get("dtype") == (FLOAT32,):
-            self.largest[position] = largest_finite(node.attr["value"].tensor)
+        self._add_shapes(position, op, attrs)
+        if op == "Const" and self.dtype is not None and self.slots[-1].dtype == FLOAT32:
+            self.largest[position] = largest_finite(attrs["value"].tensor)
 
-    def _kind(self, node: Any, own: OpSignature, values: Mapping[str, Any]) -> _Kind:
+    def _kind(self, node: Any, own: OpSignature) -> _Kind:
+        values = {attr: self._value(node, own, attr) for attr in own.deciding}
         ins = _places(own.inputs, values)
         outs = _places(own.outputs, values)
         types = {attr: values[attr] for attr in own.allowed}
@@ -228,38 +232,32 @@ class _Indexer:
         return has_kernel(op, device, tuple(kinds.items()))
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
-        shapes: Iterable[Any] = ()
+        shapes: Sequence[_Shape | None] = ()
         if self.dtype is None:
             return
         if SHAPES in attrs:
-            shapes = attrs[SHAPES].list.shape
+            shapes = _shapes(attrs[SHAPES].SerializeToString())
         elif op == "Const" and "value" in attrs:
-            shapes = [attrs["value"].tensor.tensor_shape]
+            shapes = [_shape(attrs["value"].tensor.tensor_shape)]
         for port, shape in enumerate(shapes):
-            if not shape.unknown_rank:
-                sizes = [dim.size for dim in shape.dim]
-                self.shapes[position, port] = tuple([s if s >= 0 else None for s in sizes])
+            if shape is not None:
+                self.shapes[position, port] = shape
 
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []
-        wrong = self.body.error
+        found: dict[str, tuple[int, int, str]] = {}
         for node, names, wanted in zip(self.nodes, self.tensors, self.inputs, strict=True):
             if len(names) != len(wanted):
-                raise wrong(node, f"it has {len(names)} inputs, not {len(wanted)}")
+                cause = f"it has {len(names)} inputs, not {len(wanted)}"
+                raise self.body.error(node, cause)
             for i, (tensor, target) in enumerate(zip(names, wanted, strict=True)):
-                name = node_name(tensor)
-                producer = self.positions.get(name)
-                if producer is None:
-                    raise wrong(node, f"its input {tensor!r} is not the output of a node")
-                port = self.body.port(tensor)
-                if not 0 <= port < len(self.outputs[producer]):
-                    raise wrong(node, f"its input {tensor!r} is not an output of {name!r}")
-                source = self.outputs[producer][port]
+                if tensor not in found:
+                    found[tensor] = self._source(node, tensor)
+                source, port, spelled = found[tensor]
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:
-                    raise wrong(node, f"its input {tensor!r} is {made}, not {taken}")
-                tensor = tensor.replace(name, self.nodes[producer].name, 1)
-                edges.append(Edge(source, target, port, i, tensor))
+                    raise self.body.error(node, f"its input {tensor!r} is {made}, not {taken}")
+                edges.append(Edge(source, target, port, i, spelled))
         return GraphIndex(
             scope=self.body.scope,
             nodes=tuple(self.nodes),
@@ -269,11 +267,37 @@ class _Indexer:
             largest=self.largest,
         )
 
+    def _source(self, node: IndexedNode, tensor: str) -> tuple[int, int, str]:
+        """Slot, port and name of an input, by its producer; reads of a variable have one name."""
+        name = node_name(tensor)
+        producer = self.positions.get(name)
+        if producer is None:
+            raise self.body.error(node, f"its input {tensor!r} is not the output of a node")
+        port, slots = self.body.port(tensor), self.outputs[producer]
+        if not 0 <= port < len(slots):
+            raise self.body.error(node, f"its input {tensor!r} is not an output of {name!r}")
+        return slots[port], port, tensor.replace(name, self.nodes[producer].name, 1)
+
+
+@functools.lru_cache(10_000)  # Few nodes have shapes of their own.
+def _shapes(serialized: bytes) -> tuple[_Shape | None, ...]:
+    return tuple(map(_shape, tf.compat.v1.AttrValue.FromString(serialized).list.shape))
+
+
+def _shape(given: Any) -> _Shape | None:
+    if given.unknown_rank:
+        return None
+    return tuple([dim.size if dim.size >= 0 else None for dim in given.dim])
+
 
 def largest_finite(tensor: Any) -> float:
     """Returns the largest magnitude of the finite values of a float32 TensorProto, else 0."""
-    values = np.frombuffer(tensor.tensor_content, np.float32) if tensor.tensor_content else None
-    magnitudes = np.abs(np.array(tensor.float_val, np.float32) if values is None else values)
+    content, numbers = tensor.tensor_content, tensor.float_val
+    if not content and len(numbers) == 1:  # Most constants are; arrays take ten times as long.
+        return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
+    magnitudes = np.abs(
+        np.frombuffer(content, np.float32) if content else np.array(numbers, np.float32)
+    )
     return float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
 
 

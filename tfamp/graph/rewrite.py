@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
-from tfamp.graph.functions import FRAMES, copied, inlined
+from tfamp.graph.functions import FRAMES, collector_paused, copied, inlined
 from tfamp.graph.index import index_bodies
 from tfamp.graph.op_lists import OpLists, default_lists
 from tfamp.interop import tf_private
@@ -149,18 +147,6 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     )
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pauses garbage collection: a rewrite makes millions of objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class Pass(NamedTuple):
     """A graph-to-graph rewrite in place: the function `run` of a file of `tfamp.graph.passes`.
 
@@ -259,15 +245,15 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     return convert_prepared(prepare(GraphEditor(graph_def, use.names), options), options, use)
 
 
+@collector_paused()
 def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
     """Runs the first passes on a graph, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
-    with _collector_paused():
-        _run(_passes_for(graph, options, carries_plan=False), graph, options)
-        indexes = index_bodies(graph, options.dtype, options.device)
-        return PreparedGraph(graph, indexes, graph.weights)
+    _run(_passes_for(graph, options, carries_plan=False), graph, options)
+    indexes = index_bodies(graph, options.dtype, options.device)
+    return PreparedGraph(graph, indexes, graph.weights)
 
 
 def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
@@ -278,7 +264,7 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
         from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
         options = with_sums(options, graph)
-    with _collector_paused():
+    with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
         decision = decide(prepared.indexes, prepared.weights, options, use)
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
@@ -358,12 +344,13 @@ def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: Rew
                 node = index.nodes[slot.node]
                 cause = f"{slot.attr} became {found}, but must be {wanted}"
                 raise _violation(f"node {node.name!r} ({node.op})", cause)
-        for edge in index.edges:
-            name = index.node_of(edge.target).name
-            needs_cast = (edge.source in low) != (edge.target in low)
-            if needs_cast != (node_name(body.taken(name, edge.input)) in casts):
-                cause = f"its input {edge.tensor!r} has another dtype than the node takes"
-                raise _violation(f"node {name!r}", cause)
+        for node, edges in zip(index.nodes, index.inputs, strict=True):
+            taken = body.taken(node.name) if edges else ()
+            for edge, tensor in zip(edges, taken, strict=False):
+                needs_cast = (edge.source in low) != (edge.target in low)
+                if needs_cast != (node_name(tensor) in casts):
+                    cause = f"its input {edge.tensor!r} has another dtype than the node takes"
+                    raise _violation(f"node {node.name!r}", cause)
 
 
 def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:

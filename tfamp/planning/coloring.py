@@ -65,7 +65,7 @@ class Rules:
         updates: Updates = "float32",
     ) -> None:
         self.index, self.regions, self.forced, self.updates = index, regions, forced, updates
-        self.colors = [colors.get(index.node_of(slot).op) for slot in range(len(index.slots))]
+        self.colors = [colors.get(op) for op in index.ops]
         # Grappler's own lists give Grappler's result.
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
@@ -331,8 +331,7 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
 
 # Ops that pass a TensorList on, whatever the dtype of its elements.
 _CARRIERS = op_types("""
-    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch
-    ZerosLike
+    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch ZerosLike
 """)
 
 _FIXED_OPS = {

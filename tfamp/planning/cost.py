@@ -7,7 +7,6 @@ can be decided by itself: the arithmetic counts with the first float slot.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -98,7 +97,9 @@ class _Estimate:
 
     def __init__(self, index: GraphIndex, profile: MachineProfile, dtype: str) -> None:
         self._index, self._profile, self._dtype = index, profile, dtype
-        self._shapes = {tensor: counted_shape(shape) for tensor, shape in index.shapes.items()}
+        # Few tensors have shapes of their own.
+        counted = {shape: counted_shape(shape) for shape in set(index.shapes.values())}
+        self._shapes = {tensor: counted[shape] for tensor, shape in index.shapes.items()}
         self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         # For each slot the tensors that have its dtype.
         self._read: list[list[Tensor]] = [[] for _ in index.slots]
@@ -111,6 +112,9 @@ class _Estimate:
         for position, node in enumerate(index.nodes):
             if node.op == "Reshape":
                 self._complete_reshape(position)
+        sizes = {shape: float(math.prod(shape)) for shape in set(self._shapes.values())}
+        # Number of elements; tensors of unknown rank count nothing.
+        self._sizes = {tensor: sizes[shape] for tensor, shape in self._shapes.items()}
 
     def _complete_reshape(self, position: int) -> None:
         """Fills in the open dimension of a Reshape from the size of its input."""
@@ -127,8 +131,11 @@ class _Estimate:
             of_node = self._cast_times if node.op == "Cast" else self._op_times
             for slot, seconds in zip(node.slots, of_node(position), strict=True):
                 times[slot] = seconds
+        # A constant is cast when a graph is frozen or loaded, not when it runs.
         casts = {
             tensor: self._cast_seconds(tensor, FLOAT32, self._dtype)
+            if index.nodes[tensor[0]].op != "Const"
+            else 0.0
             for slot, tensors in enumerate(self._written)
             if index.slots[slot].dtype == FLOAT32
             for tensor in tensors
@@ -137,20 +144,16 @@ class _Estimate:
         overheads = [0.0 if node.op in _NEVER_RUN else overhead for node in index.nodes]
         unshaped = {
             slot
-            for slot, tensors in enumerate(zip(self._read, self._written, strict=True))
-            if not all(tensor in self._shapes for tensor in itertools.chain(*tensors))
+            for edge in index.edges
+            if index.tensor(edge) not in self._shapes
+            for slot in (edge.source, edge.target)
         }
         return ScopeCosts(times, casts, overheads, unshaped)
-
-    def _size(self, tensors: Iterable[Tensor]) -> float:
-        """Number of elements of tensors; tensors of unknown rank count nothing."""
-        shapes = (self._shapes[tensor] for tensor in tensors if tensor in self._shapes)
-        return float(sum(map(math.prod, shapes)))
 
     def _op_times(self, position: int) -> list[tuple[float, float]]:
         index = self._index
         node = index.nodes[position]
-        if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls:
+        if node.op in _FREE or node.calls:
             return [(0.0, 0.0)] * len(node.slots)
         kind, work = self._arithmetic(position)
         peaks = peaks_of(self._profile, node.op, kind, self._form(position))
@@ -159,12 +162,11 @@ class _Estimate:
             own = index.slots[slot].dtype
             moved = self._elements(slot, node.op) / self._profile.bandwidth
             done = work if own in _FLOATS else 0.0
-            as_it_is, converted = (
-                max(done / peaks.get(dtype, peaks[FLOAT32]), moved * _BYTES.get(dtype, 4))
-                for dtype in (own, self._dtype if own == FLOAT32 else own)
-            )
-            times.append((as_it_is, converted))
             work -= done  # It is counted with the first float slot.
+            as_it_is = converted = _longest(done, moved, own, peaks)
+            if own == FLOAT32:
+                converted = _longest(done, moved, self._dtype, peaks)
+            times.append((as_it_is, converted))
         return times
 
     def _arithmetic(self, position: int) -> tuple[str, float]:
@@ -175,7 +177,7 @@ class _Estimate:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
             tensors = [t for slot in node.slots for t in (*self._read[slot], *self._written[slot])]
-            return "elementwise", max((self._size([tensor]) for tensor in tensors), default=0.0)
+            return "elementwise", max([self._sizes.get(t, 0.0) for t in tensors], default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         made = {0: self._shapes.get((position, 0))}
         return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
@@ -194,16 +196,17 @@ class _Estimate:
 
     def _elements(self, slot: int, op: str) -> float:
         """Number of elements that an op reads and writes in the dtype of a slot."""
-        written = self._size(self._written[slot])
+        size = self._sizes.get
+        written = sum([size(tensor, 0.0) for tensor in self._written[slot]])
         # Ops that move values read as much as they write: a Gather does not read its whole table.
         if op in MOVING_OPS and written:
             return 2 * written
-        return written + self._size(self._read[slot])
+        return written + sum([size(tensor, 0.0) for tensor in self._read[slot]])
 
     def _cast_seconds(self, tensor: Tensor, source: str, target: str) -> float:
         if source == target:
             return 0.0
-        size = self._size([tensor]) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
+        size = self._sizes.get(tensor, 0.0) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
         return size / self._profile.cast_bandwidth + self._profile.op_overhead
 
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
@@ -227,25 +230,31 @@ class _Estimate:
         return times
 
 
+def _longest(done: float, moved: float, dtype: str, peaks: Mapping[str, float]) -> float:
+    """The roofline: seconds of an op in a dtype, by its arithmetic or by its memory traffic."""
+    return max(done / peaks.get(dtype, peaks[FLOAT32]), moved * _BYTES.get(dtype, 4))
+
+
 Shape: TypeAlias = tuple[int, ...]
 
 # Nodes without overhead: constants and variables stay in place, and Casts have times of their own.
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
 # Ops that forward their buffer or read only a shape.
 FREE_OPS = op_types("""
-    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
-    Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
-    Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
-    TensorListReserve TensorListSetItem
+    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp Placeholder
+    PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot Squeeze
+    StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack TensorListReserve
+    TensorListSetItem
 """)
+_FREE = FREE_OPS | {ARGUMENT, RESULT}
 # Ops that move values without arithmetic.
 MOVING_OPS = op_types("""
     BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace DynamicPartition
     DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
     ResizeNearestNeighbor ResourceGather Reverse ReverseSequence ReverseV2 Slice SpaceToBatch
     SpaceToBatchND SpaceToDepth Split SplitV StridedSlice StridedSliceGrad TensorListConcat
-    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
-    Unpack ZerosLike
+    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose Unpack
+    ZerosLike
 """)
 
 

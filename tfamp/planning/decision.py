@@ -248,7 +248,7 @@ def _node_plans(scope: PaintedScope, options: RewriteOptions) -> Iterator[NodePl
         if any(index.slots[slot].dtype == dtype for slot in slots):
             why_low.append(Reason("as given", f"it is in {dtype} already"))
         seconds = scope.costs.node(index, position, scope.low)
-        producers = (index.node_of(edge.source).name for edge in index.inputs[position])
+        producers = [index.node_of(edge.source).name for edge in index.inputs[position]]
         yield NodePlan(
             scope=index.scope,
             name=node.name,

@@ -107,13 +107,15 @@ def ends_of(
                 ends.given.update(own)
             elif is_called and node.op == RESULT:
                 ends.results.update(own)
+        storing = scope.users["resource"]
         for edge in scope.edges:
             position = scope.slots[edge.target].node
-            is_scalar = scope.shapes.get(scope.tensor(edge)) == ()
-            stores = position in scope.users["resource"]
-            if is_scalar and (stores or scope.nodes[position].op == RESULT):
+            stores = position in storing
+            if not stores and scope.nodes[position].op != RESULT:
+                continue
+            if scope.shapes.get(scope.tensor(edge)) == ():
                 ends.scalars[joined[edge.source]] = None
-            elif stores and not is_scalar:
+            elif stores:
                 ends.stored[joined[edge.source]] = None
         ends.unused.update((joined[slot], None) for slot in _unused_scalars(scope))
     for slot in [*ends.scalars, *ends.results]:
@@ -129,11 +131,10 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
         if slot.dtype == FLOAT32 and scope.fanout[number]
     }
     for (position, port), shape in scope.shapes.items():
-        node = scope.nodes[position]
         # A scalar handle of a list may hold larger tensors.
-        is_list = position in scope.users["variant"]
-        if shape == () and port == 0 and not node.calls and not is_list:
-            for slot in node.slots:
+        if shape == () and port == 0 and position not in scope.users["variant"]:
+            node = scope.nodes[position]
+            for slot in () if node.calls else node.slots:
                 if used.isdisjoint(scope.slots[target].node for target in scope.fanout[slot]):
                     yield slot
 
@@ -166,7 +167,7 @@ class _Values:
 
     def __init__(self, index: GraphIndex, colors: Mapping[str, str]) -> None:
         self._index = index
-        self._ops = [index.node_of(slot).op for slot in range(len(index.slots))]
+        self._ops = index.ops
         self._colors = [colors.get(op) for op in self._ops]
         calls = (bool(index.nodes[slot.node].calls) for slot in index.slots)
         allowed = (color == "allow" for color in self._colors)

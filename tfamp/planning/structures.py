@@ -164,6 +164,11 @@ class GraphIndex:
         return self._neighbours((edge.source, edge.target) for edge in self.edges)
 
     @functools.cached_property
+    def ops(self) -> Sequence[str]:
+        """For each slot the op of its node."""
+        return [self.nodes[slot.node].op for slot in self.slots]
+
+    @functools.cached_property
     def inputs(self) -> Sequence[Sequence[Edge]]:
         """For each node the edges to it, in the order of its inputs."""
         found: list[list[Edge]] = [[] for _ in self.nodes]
@@ -207,12 +212,11 @@ class GraphIndex:
     @functools.cached_property
     def producers_first(self) -> list[int]:
         """The positions of the nodes in topological order."""
-        return producers_first(
-            range(len(self.nodes)),
-            lambda node: (
-                self.slots[s].node for i in self.nodes[node].slots for s in self.fanin[i]
-            ),
-        )
+        sources: list[dict[int, None]] = [{} for _ in self.nodes]
+        for slot, near in zip(self.slots, self.fanin, strict=True):
+            for source in near:
+                sources[slot.node][self.slots[source].node] = None
+        return producers_first(range(len(self.nodes)), sources.__getitem__)
 
     def tensor(self, edge: Edge) -> Tensor:
         """Returns the tensor of an edge: the position of its producer, and the output port."""
@@ -517,10 +521,10 @@ def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> l
     while pending:
         key = pending[-1]
         # The sources of a started key are done, or it is in a loop of TensorFlow 1.
-        near = () if key in started else list(sources(key))[::-1]
+        near = () if key in started else sources(key)
         started.add(key)
         waits = [each for each in near if each in known and each not in started]
-        pending += waits
+        pending += waits[::-1]
         if not waits:
             ordered[pending.pop()] = None
     return list(ordered)
