@@ -22,7 +22,7 @@ SUITE = Path(__file__).parent / "gpu"
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(["--quick"], marks=pytest.mark.slow, id="quick"),
+        pytest.param(["--quick"], marks=pytest.mark.nightly, id="quick"),
         pytest.param([], marks=pytest.mark.nightly, id="all"),
     ],
 )

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, one_of_each
 from helpers.graph_asserts import op_dtypes
 
 RANDOM = np.random.default_rng(0)
@@ -111,9 +111,8 @@ TOKENS[:4] = 0  # Nothing but padding.
 CLASSES = RANDOM.dirichlet(np.ones(4), 64).astype("float32")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masked_rows_and_a_divergence(dtype, level):
+@pytest.mark.parametrize(("level", "dtype"), one_of_each(["O1", "O2"], DTYPES))
+def test_masked_rows_and_a_divergence(level, dtype):
     model, optimizer = tfamp.prepare(reader(), keras.optimizers.SGD(0.1), level=level, dtype=dtype)
     exact = reader()
     losses = []
