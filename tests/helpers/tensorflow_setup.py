@@ -14,22 +14,16 @@ import tensorflow as tf
 
 import tfamp
 
-
-def _configure_tensorflow() -> None:
-    # All of this must come before the first op. Two logical CPUs let MirroredStrategy run anywhere;
-    # ops that name no device stay on the first.
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    # Under xdist every worker has a TensorFlow of its own: one thread per op each.
-    tf.config.threading.set_intra_op_parallelism_threads(
-        1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-    )
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-
-
-_configure_tensorflow()
+# All of this must come before the first op. Two logical CPUs let MirroredStrategy run anywhere; ops
+# that name no device stay on the first.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+# Under xdist every worker has a TensorFlow of its own: one thread per op each.
+threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+tf.config.threading.set_intra_op_parallelism_threads(threads)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

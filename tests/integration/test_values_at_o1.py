@@ -9,14 +9,13 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import first_of, one_of_each
+from helpers.cases import first_of, one_of_each, tiers
 from helpers.graph_asserts import op_dtypes
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(512, 16)).astype("float32")
 CURVE = np.tanh(X @ RANDOM.normal(size=(16, 1)) / 4)
 DTYPES = ("bfloat16", "float16")
-PLACEMENTS = ("lists", "min_cut", "fused")
 
 
 def regressor(offset):
@@ -50,7 +49,7 @@ def by_policy(offset, dtype):
 
 
 @pytest.mark.parametrize("dtype", first_of(DTYPES))
-@pytest.mark.parametrize("placement", first_of(PLACEMENTS))
+@pytest.mark.parametrize("placement", tiers(["lists"], ["min_cut"], ["fused"]))
 def test_regression_learns_what_it_learns_under_a_policy(placement, dtype):
     offset = 2000
     model, optimizer = tfamp.prepare(

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import tiers
 from helpers.collectives import bytes_sent
 from helpers.replicas import halves, per_replica
 from helpers.tolerances import assert_all_close, assert_close
@@ -72,10 +73,7 @@ INNER = {
 
 @pytest.mark.parametrize(
     ("inner", "unscale", "traced"),
-    [
-        ("SGD", True, False),
-        *(pytest.param(name, False, True, marks=pytest.mark.slow) for name in INNER),
-    ],
+    tiers([("SGD", True, False)], [(name, False, True) for name in INNER]),
 )
 def test_updates_are_those_of_the_summed_gradients(two_replicas, inner, unscale, traced):
     x, y = data(2)
