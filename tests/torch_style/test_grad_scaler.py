@@ -92,7 +92,7 @@ def one_iteration(scaler, optimizers, weights, calls):
     return run
 
 
-@pytest.mark.parametrize(("traced", "optimizers"), one_of_each([True, False], [2, 1]))
+@pytest.mark.parametrize(("traced", "optimizers"), one_of_each([True, False], [2, 1], quick=1))
 def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
     inner = [sgd() for _ in range(optimizers)]
     weights = [keras.Variable(0.0) for _ in range(optimizers)]

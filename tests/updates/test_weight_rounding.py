@@ -273,7 +273,7 @@ def test_bytes_a_parameter(rounding, most):
     assert sum(v.value.numpy().nbytes for v in [*own, *optimizer.variables]) / 1e6 < most
 
 
-@pytest.mark.parametrize("rounding", first_of(ROUNDINGS, pytest.mark.nightly))
+@pytest.mark.parametrize("rounding", tiers([], ["stochastic"], ["split"]))
 def test_prepare_at_level_o3(rounding):
     x, y = data()
     model, optimizer = tfamp.prepare(
