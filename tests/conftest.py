@@ -1,13 +1,10 @@
-"""Set-up shared by all tests: a small, deterministic TensorFlow and no policy left behind."""
+"""Set-up shared by all tests: the environment, garbage collection and markers."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import importlib.metadata
 import os
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -20,9 +17,7 @@ os.environ["TFAMP_PROFILE"] = "builtin"
 os.environ["TFAMP_CACHE"] = "off"
 
 import hypothesis
-import keras
 import pytest
-import tensorflow as tf
 
 import tfamp
 
@@ -34,28 +29,16 @@ hypothesis.settings.register_profile("tfamp", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("tfamp")
 
 
-def _configure_tensorflow() -> None:
-    # All of this must come before the first op. Two logical CPUs let MirroredStrategy run anywhere;
-    # ops that name no device stay on the first.
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    # Under xdist every worker has a TensorFlow of its own: one thread per op each.
-    tf.config.threading.set_intra_op_parallelism_threads(
-        1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-    )
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-
-
-_configure_tensorflow()
+@pytest.hookimpl(tryfirst=True)  # Before tests/gpu changes some of it.
+def pytest_configure(config: pytest.Config) -> None:
+    # The controller of xdist's workers runs no test, and starts them seconds earlier without it.
+    if hasattr(config, "workerinput") or not getattr(config.option, "tx", None):
+        config.pluginmanager.import_plugin("helpers.tensorflow_setup")
 
 
 def pytest_report_header() -> str:
-    return (
-        f"tfamp {tfamp.__version__} from {os.path.dirname(tfamp.__file__)}, "
-        f"tensorflow {tf.__version__}, keras {keras.__version__}"
-    )
+    found = (f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras"))
+    return ", ".join([f"tfamp {tfamp.__version__} from {os.path.dirname(tfamp.__file__)}", *found])
 
 
 def _set_apart_what_lives_on() -> None:
@@ -86,44 +69,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A slow case of a slow test, or slow on two axes at once: CI meets what it is made of.
         if len(list(item.iter_markers("slow"))) > 1:
             item.add_marker(pytest.mark.nightly)
-    if config.getoption("on_cpu", default=False) or tf.config.list_physical_devices("GPU"):
-        return
-    skip = pytest.mark.skip(reason="needs a GPU, or --on-cpu for a try at toy size")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True)
-def _isolated():
-    """Starts every test from the same seeds, and undoes what it set for the whole process."""
-    keras.utils.set_random_seed(0)
-    yield
-    if "tfamp.layers.policy_state" in sys.modules:
-        tfamp.set_global_policy("float32")
-    # Layer names count from zero again, and Keras's own global policy is back at float32.
-    keras.utils.clear_session(free_memory=False)
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
-    tf.config.run_functions_eagerly(False)
-
-
-@pytest.fixture(scope="session")
-def two_replicas() -> tf.distribute.MirroredStrategy:
-    """A MirroredStrategy over two logical CPU devices.
-
-    One for the whole session: the collectives of a second strategy in the same process reuse the
-    first one's instance numbers, and TensorFlow then aborts with "Shape mismatch in the collective
-    instance".
-    """
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-@pytest.fixture(scope="session")
-def without_tfamp() -> Iterator[Callable[..., None]]:
-    """Runs programs in a process of their own that has no tfamp, with names given to them.
-
-    One process for all: starting TensorFlow takes seconds.
-    """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda program, **names: pool.submit(exec, program, names).result(timeout=600)

@@ -19,15 +19,9 @@ from helpers.acceptance_report import report_path
 SUITE = Path(__file__).parent / "gpu"
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        pytest.param(["--quick"], marks=pytest.mark.slow, id="quick"),
-        pytest.param([], marks=pytest.mark.nightly, id="all"),
-    ],
-)
-def test_every_check_runs_on_a_cpu_at_toy_size(chosen, tmp_path):
-    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}", *chosen]
+@pytest.mark.nightly  # The build of the docs runs the quick checks, in docs/notebooks/gpu.ipynb.
+def test_every_check_runs_on_a_cpu_at_toy_size(tmp_path):
+    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(SUITE), *options],

@@ -58,7 +58,7 @@ def plain_step(model, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "traced", "unscale"), one_of_each(OPTIMIZERS, [False, True], [False, True])
+    ("name", "traced", "unscale"), one_of_each(OPTIMIZERS, [False, True], [False, True], quick=4)
 )
 def test_finite_steps_equal_the_inner_optimizers(name, traced, unscale):
     """And a skipped one moves nothing."""

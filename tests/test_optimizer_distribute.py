@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of, one_of_each
+from helpers.cases import one_of_each, tiers
 from helpers.replicas import per_replica
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
@@ -35,7 +35,7 @@ def distributed(strategy, step, traced=True):
 
 
 @pytest.mark.parametrize(
-    ("traced", "unscale", "bad_replica"), one_of_each([True, False], [True, False], [0, 1])
+    ("traced", "unscale", "bad_replica"), one_of_each([True, False], [True, False], [0, 1], quick=2)
 )
 def test_finite_steps_sum_the_gradients_of_both_replicas(
     two_replicas, traced, unscale, bad_replica
@@ -93,7 +93,9 @@ def test_a_rewritten_function_may_call_strategy_run(two_replicas):
 
 # Not here: steps_per_execution > 1 and gradient_accumulation_steps. Keras 3.15 fails with both
 # under MirroredStrategy, whatever the optimizer.
-@pytest.mark.parametrize("arguments", first_of([{}, {"run_eagerly": True}]), ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "arguments", tiers([], [{}], [{"run_eagerly": True}]), ids=["graph", "eager"]
+)
 def test_fit(two_replicas, arguments):
     x, y = data()
     with two_replicas.scope():

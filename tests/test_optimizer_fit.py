@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import tiers
 from helpers.graph_asserts import branches
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
@@ -18,9 +19,8 @@ WAYS = {
     "several_steps": {"jit_compile": False, "steps_per_execution": 4},
     "several_steps_xla": {"jit_compile": True, "steps_per_execution": 4},
 }
-SLOW = ("xla", "eager", "several_steps_xla")
 EVERY_WAY = pytest.mark.parametrize(
-    "way", ["graph", "several_steps", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+    "way", tiers(["graph", "several_steps"], ["xla", "eager"], ["several_steps_xla"])
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, tiers
 from helpers.training import (
     assert_same_values,
     data,
@@ -63,7 +63,9 @@ def train(model, optimizer, batches, traced=True):
         step(x, y)
 
 
-@pytest.mark.parametrize("traced", first_of([True, False]), ids=["function", "eager"])
+@pytest.mark.parametrize(
+    "traced", first_of([True, False], pytest.mark.nightly), ids=["function", "eager"]
+)
 @pytest.mark.parametrize("built", first_of([True, False]), ids=["built", "not_built"])
 def test_checkpoint_resumes_bit_identically(tmp_path, traced, built):
     model, optimizer = small_model(), make_optimizer()
@@ -89,7 +91,7 @@ def fit(model, x, y):
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize("policy", first_of(["mixed_float16", "mixed_bfloat16", "float32"]))
+@pytest.mark.parametrize("policy", tiers(["mixed_float16"], ["float32"], ["mixed_bfloat16"]))
 def test_keras_file_resumes_bit_identically(tmp_path, policy):
     x, y = data()
     x[9] = np.nan

@@ -75,8 +75,8 @@ def float32_training(kind):
     return losses, [variable.numpy() for variable in model.non_trainable_variables]
 
 
-@pytest.mark.parametrize("kind", one_in(3, model_zoo.KINDS))
-@pytest.mark.parametrize("dtype", first_of(DTYPES))
+@pytest.mark.parametrize("kind", one_in(5, model_zoo.KINDS))
+@pytest.mark.parametrize("dtype", first_of(DTYPES, pytest.mark.nightly))
 def test_twenty_train_steps_are_converted_and_match_float32(kind, dtype):
     batches = model_zoo.digits(kind, STEPS)
     step, model, optimizer = make_step(kind, dtype)

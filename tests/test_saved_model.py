@@ -59,8 +59,9 @@ def specs(function):
     return sorted(map(str, inputs.items())), sorted(map(str, outputs.items()))
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(saved_models.MODELS, DTYPES))
+@pytest.mark.parametrize(
+    ("name", "freeze", "dtype"), one_of_each(saved_models.MODELS, [False, True], DTYPES)
+)
 def test_models_are_converted_and_used_as_before(source, tmp_path, name, freeze, dtype):
     src, dst = source(name), tmp_path / "low"
     before = contents(src)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import tiers
 from helpers.training import (
     BATCH,
     assert_identical,
@@ -48,7 +48,7 @@ def poisoned(batches, first_bad, last_bad=None):
 
 @pytest.mark.parametrize(
     "options",
-    first_of([{"steps_per_execution": 2}, {}, {"run_eagerly": True}, {"jit_compile": True}]),
+    tiers([{"steps_per_execution": 2}], [{}], [{"run_eagerly": True}, {"jit_compile": True}]),
     ids=lambda options: next(iter(options), "graph"),
 )
 def test_the_gradients_of_fit_are_counted_and_summed_up(options):
@@ -221,12 +221,8 @@ def test_the_first_bad_variable_is_named_and_not_the_good_ones():
 
 @pytest.mark.parametrize(
     ("jit_compile", "unscaled"),
-    [
-        (None, True),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
-    ],
-    ids=["eager", "graph", "XLA"],
+    tiers([(None, True)], [(True, True)], [(False, False)]),
+    ids=["eager", "XLA", "graph"],
 )
 def test_a_custom_loop_records(jit_compile, unscaled):
     model, made, monitor = small_model(), optimizer(initial_scale=64.0), NumericsMonitor(every=2)

@@ -68,7 +68,7 @@ def percent(pattern, text):
     return float(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI runs it as README does.
 @pytest.mark.usefixtures("train_once")
 def test_the_main_job_prints_plain_text_where_there_is_no_terminal(run):
     pytest.importorskip("matplotlib")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers.cases import first_of
 from helpers.tolerances import tolerance
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.editor import GraphEditor
@@ -181,7 +182,7 @@ kinds = (
 )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first_of(range(3)))
 def test_random_graphs_have_no_cycle_and_the_same_values(seed):
     chance = np.random.default_rng(seed)
 

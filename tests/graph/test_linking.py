@@ -142,7 +142,9 @@ def test_conditionals_pass_on_what_they_are_given_unrounded():
     assert fast(x, tf.constant(False)).numpy().tolist() == x.numpy().tolist()
 
 
-@pytest.mark.parametrize(("layer", "dtype"), one_of_each(["LSTM", "GRU", "SimpleRNN"], DTYPES))
+@pytest.mark.parametrize(
+    ("layer", "dtype"), one_of_each(["LSTM", "GRU", "SimpleRNN"], DTYPES, quick=1)
+)
 def test_keras_rnns_have_few_casts_in_their_loops(layer, dtype):
     keras.utils.set_random_seed(0)
     recurrent_layer = getattr(keras.layers, layer)(16)

@@ -226,7 +226,7 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     assert seconds(index, costs, low) <= seconds(index, costs, painting.low)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.too_slow])
 @given(
     made=graph_dsl.random_graphs(),
     profile=profiles(),

@@ -89,7 +89,7 @@ def signatures(graph_def):
     }
 
 
-@few_and_many(25, 1000)
+@few_and_many(12, 1000)
 def test_random_programs_stay_valid_run_and_keep_what_they_must(program, dtype):
     function = program.concrete()
     before = function.graph.as_graph_def()

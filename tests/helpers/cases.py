@@ -9,16 +9,29 @@ from typing import Any
 import pytest
 
 
+def _marked(values: Iterable[Any], mark: Any) -> list[Any]:
+    """A tuple is a value for each of several arguments."""
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=mark) for each in values
+    ]
+
+
 def first_of(values: Iterable[Any], others_are: Any = pytest.mark.slow) -> list[Any]:
     """The first value always, the others slow: for an axis that the test hardly depends on."""
     first, *others = values
-    return [first, *(pytest.param(value, marks=others_are) for value in others)]
+    return [first, *_marked(others, others_are)]
 
 
-def one_of_each(*axes: Iterable[Any]) -> list[Any]:
+def tiers(quick: Iterable[Any], slow: Iterable[Any], nightly: Iterable[Any] = ()) -> list[Any]:
+    """Cases that run always, in CI's slow step, and at night."""
+    return [*quick, *_marked(slow, pytest.mark.slow), *_marked(nightly, pytest.mark.nightly)]
+
+
+def one_of_each(*axes: Iterable[Any], quick: int | None = None) -> list[Any]:
     """Every combination, most of them nightly: for axes that are independent.
 
-    Each value of the first axis is always met, and each combination of the others.
+    Each value of the first axis is always met, and each combination of the others; with `quick`,
+    all but that many of these are slow.
     """
     first, *others = [list(axis) for axis in axes]
     rest = list(itertools.product(*others))
@@ -26,10 +39,14 @@ def one_of_each(*axes: Iterable[Any]) -> list[Any]:
         (first[number % len(first)], *rest[number % len(rest)])
         for number in range(max(len(first), len(rest)))
     ]
-    return [
-        pytest.param(*values, marks=[] if values in always else pytest.mark.nightly)
-        for values in itertools.product(first, *others)
-    ]
+    quick = len(always) if quick is None else quick
+
+    def mark(values: tuple[Any, ...]) -> Any:
+        if values not in always:
+            return pytest.mark.nightly
+        return () if always.index(values) < quick else pytest.mark.slow
+
+    return [pytest.param(*each, marks=mark(each)) for each in itertools.product(first, *others)]
 
 
 def one_in(number: int, values: Iterable[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import pytest
 from keras import layers
 
 import tfamp
+from helpers.cases import tiers
 
 MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
@@ -101,11 +102,7 @@ def test_builds_trains_and_predicts(name, policy, request):
 
 @pytest.mark.parametrize(
     ("policy", "nested"),
-    [
-        pytest.param("mixed_bfloat16", True, marks=pytest.mark.slow),
-        pytest.param("mixed_bfloat16", False, marks=pytest.mark.nightly),
-        pytest.param("mixed_float16", True, marks=pytest.mark.nightly),
-    ],
+    tiers([], [("mixed_bfloat16", True)], [("mixed_bfloat16", False), ("mixed_float16", True)]),
 )
 def test_transfer_learning(policy, nested):
     low = MIXED[policy]

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import saved_models
+from helpers.cases import tiers
 from tfamp.core.profile import MachineProfile, builtin_profile
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -54,9 +55,7 @@ for number in range(10**6):
 
 
 # Every kill is a process that starts TensorFlow.
-@pytest.mark.parametrize(
-    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kills", tiers([], [1], [20]))
 def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
     saved_models.module(tmp_path / "source")
     target = tmp_path / "target"

@@ -130,7 +130,7 @@ def expected_dtype(rule, a, b, low):
     return "float32" if rule == "float32" else a.dtype.name
 
 
-@short_and_long(15, 3_000)
+@short_and_long(8, 3_000)
 def test_random_ops_under_autocast_follow_the_lists(folders, source):
     low = source.choice(["float16", "bfloat16"])
     steps = [

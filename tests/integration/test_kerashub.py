@@ -18,6 +18,7 @@ import tfamp
 from benchmarks import kerashub
 from benchmarks.kerashub_models import MODELS, inputs_of
 from benchmarks.outputs import difference
+from helpers.cases import tiers
 
 FINE = dict.fromkeys(kerashub.CHECKS, 0.01) | {"O0": 0.0, "reload": 0.0, "train": 1.0}
 
@@ -74,13 +75,7 @@ def test_the_table_has_a_note_for_each_error_that_kerass_policy_does_not_have():
 
 
 # A decoder, at night also encoder and decoder and pictures; Bert is below.
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("Llama",), marks=pytest.mark.slow),
-        pytest.param(("DenseNet", "Bart", "DINOV2"), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("names", tiers([], [["Llama"]], [["DenseNet", "Bart", "DINOV2"]]))
 def test_families_are_no_worse_than_under_kerass_policy(names):
     pytest.importorskip("keras_hub", reason="KerasHub is not installed")
     found = kerashub.run(names, ("bfloat16",))

@@ -8,15 +8,12 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import tiers
 
 SIDE = 64
 # One of each kind of architecture: the first always, the second in CI, the others at night.
 OTHERS = ("ConvNeXtTiny", "DenseNet121", "EfficientNetV2B0", "NASNetMobile", "VGG16")
-MODELS = [
-    "MobileNetV3Small",
-    pytest.param("ResNet50", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
-]
+MODELS = tiers(["MobileNetV3Small"], ["ResNet50"], OTHERS)
 
 
 def as_after_training(name):

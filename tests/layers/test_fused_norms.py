@@ -10,6 +10,7 @@ from keras import layers
 from tensorflow.python.framework import config
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.graph_asserts import concrete, op_dtypes
 from helpers.replicas import per_replica
 from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
@@ -84,8 +85,7 @@ def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **op
     )
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("rank", "training"), one_of_each(RANKS, [True, False]))
 def test_one_step_is_keras_own(low, rank, training):
     ours, keras_own, x, dy = step_of(RANKS[rank], low, momentum=0.7)
     assert_fused(lambda: step(ours, x, dy, training), dtype=low, gradient=True)

@@ -153,7 +153,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("first", "way"), one_of_each(FIRST, TRAINERS))
+@pytest.mark.parametrize(("first", "way"), one_of_each(FIRST, TRAINERS, quick=2))
 def test_the_models_that_a_model_holds_have_the_same_dtypes_whatever_was_called_before(
     low, way, first
 ):

@@ -63,6 +63,7 @@ def test_the_placement_that_is_measured_to_be_the_fastest_is_what_fit_runs(timed
     assert arrays(model) != before
 
 
+@pytest.mark.slow
 def test_where_float32_is_the_fastest_the_level_is_o0(timed):
     timed[0].update(dict.fromkeys(("lists", "min_cut"), 3.0))
     model = level_models.compiled("functional")

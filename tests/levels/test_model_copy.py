@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_of_each
 from helpers.seeds import set_random_seed
 from helpers.tolerances import tolerance
 
@@ -88,10 +88,9 @@ def _as_functional():
 
 @pytest.mark.parametrize(
     ("make", "arguments", "dtype"),
-    [
-        (Recurrent, {"level": "O3"}, "bfloat16"),
-        pytest.param(_as_functional, {"level": "O3"}, "float16", marks=pytest.mark.slow),
-    ],
+    first_of(
+        [(Recurrent, {"level": "O3"}, "bfloat16"), (_as_functional, {"level": "O3"}, "float16")]
+    ),
 )
 def test_weights_that_exist_are_not_initialized(make, arguments, dtype, monkeypatch):
     keras.utils.set_random_seed(0)

@@ -43,7 +43,7 @@ def step_dtypes(model, name="train_step"):
     return op_dtypes(lambda: getattr(model, name)(batch))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES, quick=2))
 def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     model = compiled(kind)
     before = predict(model)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, tiers
 from tfamp.core.dtypes import float_format
 
 X = np.random.default_rng(0).normal(size=(4, 6, 32)).astype("float32")
@@ -71,13 +71,15 @@ def error(got, expected):
 @pytest.mark.filterwarnings("ignore::tfamp.core.errors.NothingConvertedWarning")
 @pytest.mark.parametrize(
     ("make", "mode", "dtype"),
-    [
-        (mlp, "int8", "bfloat16"),
-        pytest.param(mlp, "float8", "bfloat16", marks=pytest.mark.slow),
-        (attention, "int8", "bfloat16"),
-        pytest.param(attention, "int4", "float16", marks=pytest.mark.slow),
-        (embedded, "int4", "bfloat16"),
-    ],
+    tiers(
+        [
+            (mlp, "int8", "bfloat16"),
+            (attention, "int8", "bfloat16"),
+            (embedded, "int4", "bfloat16"),
+        ],
+        [(mlp, "float8", "bfloat16")],
+        [(attention, "int4", "float16")],
+    ),
 )
 def test_levels_in_any_order_keep_the_quantization_and_what_it_predicts(make, mode, dtype):
     model = quantized(make, mode)

@@ -132,6 +132,7 @@ def test_what_overflows_when_it_is_stored_is_not_finite_inside():
     assert not set(rounded) & set(widened)
 
 
+@pytest.mark.slow
 def test_fit_runs_what_level_auto_found(fused_wins):
     model = keras.Sequential([keras.Input((WIDTH,)), *(block() for _ in range(2))])
     model.compile(keras.optimizers.SGD(0.01), "mse")

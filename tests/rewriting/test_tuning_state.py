@@ -1,7 +1,6 @@
 """After `tfamp.tune`, however it ends, a program goes on bit for bit as if it was not called."""
 
 import functools
-import itertools
 import random
 import signal
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.seeds import set_random_seed
 from tfamp.rewriting import tuning
 
@@ -146,21 +146,7 @@ ENDS = {
 }
 
 
-def _when(number):
-    """Every ninth case always, every fifth of the others in CI, the rest at night."""
-    if number % len(OPTIMIZERS) == 0:
-        return ()
-    return pytest.mark.nightly if number % (len(ENDS) + 1) else pytest.mark.slow
-
-
-# Each end is always met, with an optimizer of its own.
-CASES = [
-    pytest.param(*each, marks=_when(number))
-    for number, each in enumerate(itertools.product(OPTIMIZERS, ENDS))
-]
-
-
-@pytest.mark.parametrize(("optimizer", "end"), CASES)
+@pytest.mark.parametrize(("optimizer", "end"), one_of_each(OPTIMIZERS, ENDS, quick=2))
 def test_the_program_goes_on_as_if_nothing_had_been_tuned(optimizer, end, monkeypatch):
     expected = without_tuning(optimizer)
     program = Program(optimizer)

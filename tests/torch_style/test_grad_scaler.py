@@ -92,7 +92,7 @@ def one_iteration(scaler, optimizers, weights, calls):
     return run
 
 
-@pytest.mark.parametrize(("traced", "optimizers"), one_of_each([True, False], [2, 1]))
+@pytest.mark.parametrize(("traced", "optimizers"), one_of_each([True, False], [2, 1], quick=1))
 def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
     inner = [sgd() for _ in range(optimizers)]
     weights = [keras.Variable(0.0) for _ in range(optimizers)]
@@ -106,7 +106,7 @@ def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
         run = one_iteration(scaler, inner, weights, calls)
         return tf.function(run, autograph=False) if traced else run
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(iterations(optimizers))
     def check(history):
         rule = TorchRule(128.0, 2.0, 0.5, 2)
@@ -485,7 +485,9 @@ def distributed_step(strategy, scaler, model, optimizer, unscale, update_inside)
     return step
 
 
-@pytest.mark.parametrize(("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3))
+@pytest.mark.parametrize(
+    ("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3, quick=2)
+)
 def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_inside):
     with two_replicas.scope():
         model, optimizer = small_model(), momentum()

@@ -201,7 +201,7 @@ def test_an_optimizer_inside_updates_exactly_as_without_autocast(name, run, dtyp
 
 
 @both_dtypes
-@pytest.mark.parametrize(("eager", "scaled"), one_of_each([True, False], [True, False]))
+@pytest.mark.parametrize(("eager", "scaled"), one_of_each([True, False], [True, False], quick=1))
 def test_fit_evaluate_and_predict_inside(dtype, eager, scaled):
     model = keras.Sequential([keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(0.01)

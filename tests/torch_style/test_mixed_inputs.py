@@ -106,6 +106,7 @@ def joining_ops():
     return [name for name, each in definitions.items() if each and shared_float_attrs(each)]
 
 
+@pytest.mark.slow
 def test_every_op_that_takes_several_tensors_of_one_dtype_takes_mixed_ones():
     low_lists = {dtype: tfamp.OpLists.default(dtype).low for dtype in DTYPES}
     walked, refused = 0, {}

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import first_of, tiers
 from helpers.collectives import bytes_sent
 from helpers.replicas import halves, per_replica
 from helpers.tolerances import assert_all_close, assert_close
@@ -44,7 +45,7 @@ FLAG = 4  # The replicas agree whether all is finite.
 
 
 @pytest.mark.parametrize(
-    ("unscale", "arguments"), [(True, {}), (False, {}), (False, {"grad_clip": 1.0})]
+    ("unscale", "arguments"), first_of([(True, {}), (False, {"grad_clip": 1.0})])
 )
 def test_half_the_bytes_are_sent(two_replicas, unscale, arguments):
     for aggregate, sent in (
@@ -72,10 +73,7 @@ INNER = {
 
 @pytest.mark.parametrize(
     ("inner", "unscale", "traced"),
-    [
-        ("SGD", True, False),
-        *(pytest.param(name, False, True, marks=pytest.mark.slow) for name in INNER),
-    ],
+    tiers([("SGD", True, False)], [(name, False, True) for name in INNER]),
 )
 def test_updates_are_those_of_the_summed_gradients(two_replicas, inner, unscale, traced):
     x, y = data(2)

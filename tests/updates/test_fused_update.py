@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import one_in, one_of_each
+from helpers.cases import first_of, one_in, one_of_each
 from helpers.tolerances import assert_all_equal
 from tfamp.training import fused_update
 
@@ -129,7 +129,7 @@ def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", one_in(2, OPTIMIZERS))
+@pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
 def test_fifty_steps_equal_the_inner_optimizers(name):
     pair = Pair(OPTIMIZERS[name])
     assert one_pass_updates(pair.step) == updates_of(name)
@@ -161,7 +161,9 @@ bit_for_bit = pytest.mark.skipif(
 )
 
 
-def updated_at_once(shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float32", **rounding):
+def updated_at_once(
+    shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float32", run=True, **rounding
+):
     """Weights after an update, its compiled calls, and the products in what these compile."""
     keras.utils.set_random_seed(3)
     values = [np.random.standard_normal(each).astype("float32") for each in shapes]
@@ -174,7 +176,8 @@ def updated_at_once(shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float3
         slopes = [tf.cos(tf.convert_to_tensor(each)) for each in weights]
         optimizer.apply(slopes, weights, unscaled=True)
 
-    step()
+    if run:
+        step()
     graph_def = step.get_concrete_function().graph.as_graph_def()
     calls = [node.attr["f"].func.name for node in nodes_of(graph_def)]
     programs = [f for f in graph_def.library.function if "update_all" in f.signature.name]
@@ -196,19 +199,20 @@ def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
 @bit_for_bit
 @pytest.mark.parametrize("rounding", [{}, {"weight_rounding": "stochastic"}])
 def test_the_programs_do_not_grow_with_the_number_of_small_weights(monkeypatch, rounding):
-    dtype = "bfloat16" if rounding else "float32"
-    few, many = (((20,),) * count + ((3, 17),) * count for count in (8, 24))
-    _, calls, products = updated_at_once(few, dtype, **rounding)
-    parted, more_calls, same_products = updated_at_once(many, dtype, **rounding)
+    # Programs with random numbers take XLA long to compile: these are counted only.
+    how = {"dtype": "bfloat16" if rounding else "float32", "run": not rounding} | rounding
+    few, many = (((20,),) * count + ((3, 17),) * count for count in (4, 12))
+    _, calls, products = updated_at_once(few, **how)
+    parted, more_calls, same_products = updated_at_once(many, **how)
     assert (more_calls, same_products) == (3 * calls, products)
     monkeypatch.setattr("tfamp.training.fused_update._MOST", 1000)
-    whole, calls, more_products = updated_at_once(many, dtype, **rounding)
+    whole, calls, more_products = updated_at_once(many, **how)
     assert calls == (2 if rounding else 1)  # Of slots and of values.
     assert more_products > 2 * products
     assert_all_equal(parted, whole)
 
 
-@pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
+@pytest.mark.parametrize("scale", first_of([3.0, 2.0**-30, 2.0**32]))
 def test_any_scale_exclusion_from_decay_eager_steps_and_settings_changed_between_traces(scale):
     pair = Pair(OPTIMIZERS["adamw"], scale, exclude=[1])
     pair.run([0])
@@ -332,7 +336,7 @@ def test_variables_that_do_not_fit_are_updated_by_the_optimizer_itself():
 
 
 @pytest.mark.parametrize(
-    ("name", "constrained"), [("nesterov", True), ("adam", False), ("adamw_schedule_clip", False)]
+    ("name", "constrained"), first_of([("nesterov", True), ("adamw_schedule_clip", False)])
 )
 def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constrained):
     def made(wrap, **arguments):

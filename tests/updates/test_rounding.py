@@ -59,7 +59,7 @@ def sorted_first(numbers):
 # Every 11th exponent, subnormal ones included, always, and all slow.
 EXPONENTS = [
     pytest.param(range(-149, 128, 11), id="some"),
-    pytest.param(range(-149, 128), id="all", marks=pytest.mark.slow),
+    pytest.param(range(-149, 128), id="all", marks=pytest.mark.nightly),
 ]
 
 
