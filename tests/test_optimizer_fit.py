@@ -62,6 +62,46 @@ def test_a_step_branches_once(arguments):
         assert branches(step, *data(1)) == 1
 
 
+class Noisy(keras.optimizers.SGD):
+    """Moves at random, from a seed that is a variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seed = keras.random.SeedGenerator(1)
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(variable.shape, seed=self.seed)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        (lambda: keras.optimizers.AdamW(0.01), {"grad_clip": 1.0}),
+        (lambda: keras.optimizers.Lion(0.01), {"master_weights": True}),
+        (lambda: keras.optimizers.AdamW(0.01), {"weight_rounding": "stochastic"}),
+        (Noisy, {}),
+    ],
+    ids=["clipped", "masters", "rounded", "noisy"],
+)
+def test_a_compiled_step_has_no_branch_and_one_that_is_skipped_changes_nothing(inner, arguments):
+    low = arguments.keys() & {"master_weights", "weight_rounding"}
+    with tfamp.policy_scope("bfloat16" if low else "float32"):
+        model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(inner(), loss_scale=2.0, **arguments)
+    optimizer.build(model.trainable_variables)
+    step = tf.function(train_step(model, optimizer), jit_compile=True)
+    x, y = data(1)
+    assert " conditional(" not in step.experimental_get_compiler_ir(x, y)(stage="hlo")
+    values = [*model.variables, *optimizer.inner_optimizer.variables, *optimizer.master_variables]
+    values += [optimizer.inner_optimizer.seed.state] if inner is Noisy else []
+    for bad, moves in ((1.0, True), (np.nan, False), (np.inf, False), (1.0, True)):
+        before = [v.numpy().tobytes() for v in values]
+        step(x * np.float32(bad), y)
+        assert (before != [v.numpy().tobytes() for v in values]) is moves
+    assert [int(each) for each in (optimizer.iterations, optimizer.skipped_steps)] == [2, 2]
+
+
 def test_reading_the_state_inside_the_step_needs_no_host():
     weight = keras.Variable(1.0)
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)

@@ -80,11 +80,6 @@ def one_pass_updates(function):
     return compiled + sum(kinds[kind] for kind in kinds if kind.startswith("ResourceApply"))
 
 
-def updates_of(name):
-    """Number of ops and compiled calls that update all variables."""
-    return 1 if name.startswith("ada") else len(SHAPES)
-
-
 def stepper(optimizer, trainable, scale):
     @tf.function
     def step(*grads):
@@ -132,7 +127,7 @@ def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
 @pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
 def test_fifty_steps_equal_the_inner_optimizers(name):
     pair = Pair(OPTIMIZERS[name])
-    assert one_pass_updates(pair.step) == updates_of(name)
+    assert one_pass_updates(pair.step) == len(SHAPES)
     pair.run(range(STEPS))
     assert int(pair.optimizer.iterations) == STEPS
     pair.assert_same()
@@ -150,9 +145,7 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), **arguments)
     optimizer.build(weights)
     optimizer.get_scale()
-    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == (
-        1 if name.startswith("ada") else len(SHAPES)
-    )
+    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == len(SHAPES)
 
 
 bit_for_bit = pytest.mark.skipif(
@@ -187,12 +180,16 @@ def updated_at_once(
 
 @bit_for_bit
 def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
-    whole, calls, _ = updated_at_once()
-    assert calls == 2
-    monkeypatch.setattr("tfamp.training.fused_update._ROOM", 512)
     grouped, calls, _ = updated_at_once()
-    # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
-    assert 2 < calls <= 8
+    # Twice two of the matrices and the fifth, both vectors, and the one of another shape.
+    assert calls == 5
+    monkeypatch.setattr("tfamp.training.fused_update._ROOM", 511)
+    single, calls, _ = updated_at_once()
+    assert calls == 7  # A matrix reads and writes 256 bytes.
+    assert_all_equal(single, grouped)
+    monkeypatch.setattr("tfamp.training.fused_update.device_kind_of", lambda device: "gpu")
+    whole, calls, _ = updated_at_once()
+    assert calls == 1
     assert_all_equal(whole, grouped)
 
 
@@ -207,7 +204,7 @@ def test_the_programs_do_not_grow_with_the_number_of_small_weights(monkeypatch, 
     assert (more_calls, same_products) == (3 * calls, products)
     monkeypatch.setattr("tfamp.training.fused_update._MOST", 1000)
     whole, calls, more_products = updated_at_once(many, **how)
-    assert calls == (2 if rounding else 1)  # Of slots and of values.
+    assert calls == (4 if rounding else 2)  # Of each shape, of slots and of values.
     assert more_products > 2 * products
     assert_all_equal(parted, whole)
 
@@ -356,7 +353,7 @@ def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constra
     with two_replicas.scope():
         optimizer, ours, step = made(tfamp.LossScaleOptimizer, unscaled=True)
         bare, theirs, bare_step = made(lambda optimizer: optimizer)
-    assert one_pass_updates(step) == 2 * (updates_of(name) - constrained)
+    assert one_pass_updates(step) == 2 * (len(SHAPES) - constrained)
     for number in range(3):
         step(*gradients(number))
         bare_step(*gradients(number))

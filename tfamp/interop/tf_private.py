@@ -389,6 +389,26 @@ def xla_works(device: str) -> bool:
 # ---- Traced functions ----------------------------------------------------------------------------
 
 
+def is_compiled_by_xla() -> bool:
+    """Whether the function being traced, or one around it, has `jit_compile=True`.
+
+    Symbol: `tf.__internal__.get_enclosing_xla_context`. Graphs have no public attribute for it.
+    """
+    return private("ops.control_flow_ops:get_enclosing_xla_context")() is not None
+
+
+def written_handles(function: Any) -> list[Any]:
+    """The captured handles of variables that a concrete function may assign to; no arguments.
+
+    Symbol: `get_read_only_resource_input_indices_graph` of
+    `tensorflow.python.framework.auto_control_deps_utils`, by which TensorFlow orders calls.
+    """
+    indices = "framework.auto_control_deps_utils:get_read_only_resource_input_indices_graph"
+    read = set(private(indices)(function.graph))
+    captured = enumerate(function.captured_inputs)
+    return [each for i, each in captured if each.dtype == tf.resource and i not in read]
+
+
 def capture_into_graph(tensor: Any) -> Any:
     """Captures a tensor from outside in the function being traced; returns its placeholder.
 

@@ -14,7 +14,6 @@ rounded by itself, so that a result does not depend on how its variables are sto
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -417,15 +416,16 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # Bytes of one call. On CPUs two calls that run at once fit into a shared cache.
 _ROOM = 8 << 20
-# Variables of one call. XLA compiles the update of each by itself, which takes long for hundreds.
-_MOST = 4
+# Variables of one call. XLA's time grows faster than their number; one each makes more calls than
+# small updates can pay for.
+_MOST = 2
 
 
 def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
     """Updates by compiled call: all in one on GPUs.
 
-    On CPUs the size of a call keeps values that were just written in a cache. Calls of the same
-    kinds, as in repeated layers, are compiled once.
+    On CPUs the size of a call keeps values that were just written in a cache. A call is of one
+    kind: the many of a kind in repeated layers are then compiled once.
     """
     if device_kind_of(device) != "cpu":
         return [updates]
@@ -433,13 +433,9 @@ def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
     for each in updates:
         kinds[each.kind].append(each)
     groups: list[list[_Update]] = []
-    room = 0
-    for each in itertools.chain(*kinds.values()):
-        if not groups or len(groups[-1]) == _MOST or each.bytes > room:
-            groups.append([])
-            room = _ROOM
-        groups[-1].append(each)
-        room -= each.bytes
+    for own in kinds.values():
+        count = _MOST if own[0].bytes * _MOST <= _ROOM else 1
+        groups += (own[i : i + count] for i in range(0, len(own), count))
     return groups
 
 

@@ -20,6 +20,7 @@ from keras import ops
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import native, runs_tensorflow
+from tfamp.interop.tf_private import held_dtype, is_compiled_by_xla, written_handles
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,10 @@ class Gradients:
     def all_finite(self) -> Any:
         """Whether all unchecked gradients, unscaled and in their variables' dtypes, are finite."""
         checked = self.checked or [False] * len(self.values)
+        # By dtypes of gradient and variable, for all gradients of these.
+        limit = functools.cache(functools.partial(_low_limit, self.divisor))
         found = [
-            _is_finite(gradient, variable, self.divisor)
+            _is_finite(gradient, variable, self.divisor, limit)
             for (gradient, variable), known in zip(self.pairs(), checked, strict=True)
             if gradient is not None and not known
         ]
@@ -168,26 +171,28 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 # ---- Checking ------------------------------------------------------------------------------------
 
 
-def _is_finite(gradient: Any, variable: Any, divisor: Any) -> Any:
+def _is_finite(gradient: Any, variable: Any, divisor: Any, limit: Callable[..., Any]) -> Any:
     # Without a tf.cond, for which a GPU's host would wait: a step branches once, to update or not.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    divisor = None if is_next_value(variable) else divisor
+    dtype = None if variable is None else dtype_name(variable)
+    next_value = is_next_value(variable)
     if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
-        return _low_finite(values, variable, divisor)
-    values = _quotient(values, divisor)
-    values = values if variable is None else ops.cast(values, dtype_name(variable))
+        # Without a float32 copy.
+        return tf.reduce_all(tf.abs(values) <= limit(dtype_name(values), dtype, next_value))
+    values = _quotient(values, None if next_value else divisor)
+    values = values if dtype is None else ops.cast(values, dtype)
     return ops.all(ops.isfinite(values))
 
 
-def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:
-    """Whether low-precision values are finite once divided, without a float32 copy of them."""
-    largest = float_format(dtype_name(values)).max
-    dtype = None if variable is None else dtype_name(variable)
-    room = float_format(dtype if dtype in LOW_PRECISION else "float32").max
-    limit = tf.constant(room) * (1.0 if divisor is None else tf.cast(divisor, tf.float32))
+def _low_limit(divisor: Any, given: str, target: str | None, next_value: bool) -> Any:
+    """The largest number of a low dtype that is finite once divided, in a variable's dtype."""
+    largest = float_format(given).max
+    room = float_format(target if target in LOW_PRECISION else "float32").max
+    divided = divisor is not None and not next_value
+    limit = tf.constant(room) * (tf.cast(divisor, tf.float32) if divided else 1.0)
     # Rounded down: the product and the cast may round up.
     limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
-    return tf.reduce_all(tf.abs(values) <= tf.cast(limit, values.dtype))
+    return tf.cast(limit, given)
 
 
 def _in_dtype_of(variable: Any, gradient: Any) -> Any:
@@ -354,6 +359,32 @@ def call_if(condition: Any, function: Callable[[], Any]) -> None:
         ops.cond(condition, branch, lambda: None)
     elif condition:  # JAX traces both branches of a cond: what they assign would be tracers.
         branch()
+
+
+def assign_if(condition: Any, function: Callable[[], Any]) -> None:
+    """As `call_if`, but without a branch in a function that XLA compiles.
+
+    A GPU's host waits for the condition of a branch. There the function is always called, and a
+    variable keeps its old value, bit for bit, where the condition does not hold.
+    """
+    if not (runs_tensorflow() and is_compiled_by_xla()):
+        call_if(condition, function)
+        return
+
+    def assign() -> None:
+        function()
+
+    traced = tf.function(assign, autograph=False).get_concrete_function()
+    handles = written_handles(traced)
+    before = [_read(each) for each in handles]
+    traced()
+    for handle, old in zip(handles, before, strict=True):
+        value = tf.where(condition, _read(handle), old)
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def _read(handle: Any) -> Any:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=held_dtype(handle))
 
 
 def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:

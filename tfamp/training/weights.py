@@ -19,10 +19,16 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
 from tfamp.interop.patching import wrap_method
-from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
+from tfamp.interop.tf_private import (
+    device_kind_of,
+    is_compiled_by_xla,
+    strategy_needs_merge_call,
+    xla_works,
+)
 from tfamp.training.fused_update import RULED, fused_update, why_unruled
 from tfamp.training.gradients import (
     Gradients,
+    assign_if,
     call_if,
     dtype_name,
     is_next_value,
@@ -140,8 +146,10 @@ class MasterWeights(PlainWeights):
             for variable, master in self._pairs:
                 update_everywhere(master, _take_over, (variable,))
 
-        if tf.executing_eagerly():
-            take_over_all()  # A check would wait for the device.
+        # The host would wait for another device's check.
+        waits = (device_kind_of(native(each).device) != "cpu" for each in self.masters)
+        if tf.executing_eagerly() or is_compiled_by_xla() or any(waits):
+            take_over_all()
         elif self._pairs:
             # Usually none was: a check is cheaper than writing all masters.
             checks = [update_everywhere(master, _differs, (low,)) for low, master in self._pairs]
@@ -416,7 +424,7 @@ def apply_if_finite(
             weights.store()
 
         if skips:
-            call_if(finite, update)
+            assign_if(finite, update)
         else:
             update()
         record(finite)
