@@ -21,16 +21,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.options import checked_number
-from tfamp.diagnostics.model_runs import (
-    Around,
-    computing_in,
-    layer_path,
-    low_dtype_of,
-    observing_layers,
-    policies_in,
-    unchanged,
-    with_policies,
-)
+from tfamp.diagnostics import model_runs
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.layer_dtypes import policy_with
@@ -222,7 +213,7 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
             f"compare takes a Keras model or layer; got {type(model).__name__}. Put the parts of a "
             "function into keras.layers.Layer subclasses, and these into a model."
         )
-    own = low_dtype_of(model)
+    own = model_runs.low_dtype_of(model)
     low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
     if bound is not None:
         checked_number("bound", bound, low=0.0, high=math.inf)
@@ -260,12 +251,12 @@ class _Subject:
             model(x, training=False)
         self._low = {
             id(layer): (layer, name)
-            for layer, name in policies_in(model, dtype)
+            for layer, name in model_runs.policies_in(model, dtype)
             if policy_with(layer, "float32") is not None
         }
         self._layers: dict[int, _Layer] = {}  # By `id`, in the order in which first calls ended.
         self._is_alone = False
-        with computing_in(model, "float32"):
+        with model_runs.computing_in(model, "float32"):
             self.outputs = self._run(self._compare_alone)
 
     def _compare_alone(self, layer: Any, call: Callable[[], Any]) -> Any:
@@ -280,8 +271,8 @@ class _Subject:
             # Random layers must continue with the same numbers as in the other runs.
             with (
                 contextlib.suppress(*_REFUSALS),
-                unchanged(layer.non_trainable_variables),
-                with_policies(members),
+                model_runs.unchanged(layer.non_trainable_variables),
+                model_runs.with_policies(members),
             ):
                 error = largest_error(_arrays(call()), tensors)
                 found.own_error = max(found.own_error or 0.0, error)
@@ -320,7 +311,7 @@ class _Subject:
             scores[id(layer)] = -1.0 / (1 + own) if explained else own
         units = [x.layer for x in self._layers.values() if any(x.calls) and self._members(x.layer)]
         units.sort(key=lambda layer: -scores[id(layer)])
-        return list(dict.fromkeys(map(layer_path, units)))
+        return list(dict.fromkeys(map(model_runs.layer_path, units)))
 
     def _members(self, layer: Any) -> list[tuple[Any, str]]:
         """The layer and its sublayers, if they are low in a mixed run."""
@@ -330,15 +321,15 @@ class _Subject:
     def _mixed(self, kept: Collection[str]) -> Iterator[None]:
         """Mixed precision, but float32 for some layers and their sublayers."""
         layers = filter(_has_row, layers_of(self._model))
-        named = [layer for layer in layers if layer_path(layer) in kept]
+        named = [layer for layer in layers if model_runs.layer_path(layer) in kept]
         float32 = {id(each) for layer in named for each in layers_of(layer)}
         low = [each for key, each in self._low.items() if key not in float32]
-        with computing_in(self._model, "float32"), with_policies(low):
+        with model_runs.computing_in(self._model, "float32"), model_runs.with_policies(low):
             yield
 
-    def _run(self, around: Around = lambda _, call: call()) -> _Tensors:
+    def _run(self, around: model_runs.Around = lambda _, call: call()) -> _Tensors:
         """Runs the model with the policies it has now."""
-        with unchanged(self._model.variables), observing_layers(around):
+        with model_runs.unchanged(self._model.variables), model_runs.observing_layers(around):
             return _arrays(self._model(self._x, training=False))
 
     def _row(self, found: _Layer, mixed: list[_Tensors]) -> ComparisonRow | None:
@@ -347,7 +338,7 @@ class _Subject:
         if not pairs:
             return None
         return ComparisonRow(
-            layer=layer_path(found.layer),
+            layer=model_runs.layer_path(found.layer),
             kind=type(found.layer).__name__,
             dtype=found.layer.compute_dtype,
             relative_error=max(largest_error(*pair) for pair in pairs),

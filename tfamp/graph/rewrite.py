@@ -21,23 +21,11 @@ from tfamp.graph.op_lists import OpLists, default_lists
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
+from tfamp.planning import structures
 from tfamp.planning.decision import Decision, PaintedScope, decide
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import (
-    ARGUMENT,
-    FLOAT32,
-    LOOPS,
-    RESULT,
-    GraphIndex,
-    Retype,
-    RewritePlan,
-    RewriteResult,
-    TypeSlot,
-    node_name,
-    op_types,
-)
 
 
 def rewrite_graph_def(
@@ -52,7 +40,7 @@ def rewrite_graph_def(
     placement: str = RewriteOptions.placement,
     device: str = RewriteOptions.device,
     profile: MachineProfile | None = None,
-) -> RewriteResult:
+) -> structures.RewriteResult:
     """Returns a graph that computes in low precision where that is safe and pays.
 
     Args:
@@ -114,7 +102,7 @@ def rewrite_graph_def(
     use = GraphUse(fetches, feeds)
     options, graph = resolved(options), inlined(copied(graph_def), use.names)
     decision = convert_prepared(prepare(graph, options), options, use)
-    return RewriteResult(graph.graph, decision.plan)
+    return structures.RewriteResult(graph.graph, decision.plan)
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
@@ -180,16 +168,16 @@ def _in_bfloat16(options: RewriteOptions) -> bool:
     return options.dtype == "bfloat16" and _not_grapplers(options)
 
 
-_FILTER_GRADIENTS = op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
+_FILTER_GRADIENTS = structures.op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
 _BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries_plan=True)
 # All passes, in the order in which they run. The first ones are equivalence-preserving and make a
 # graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
 # have XLA compile them.
 PASSES = (
     Pass("attention_products", frozenset({"Einsum"}), _on_cpus),
-    Pass("loop_sums", LOOPS, _not_grapplers),
+    Pass("loop_sums", structures.LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
-    Pass("loop_reads", LOOPS, lambda options: True),
+    Pass("loop_reads", structures.LOOPS, lambda options: True),
     _BIAS_SUMS,
     Pass("constants", CHOICES, _not_grapplers, carries_plan=True, in_frames=True),
     Pass("fusion", None, lambda options: options.placement == "fused", carries_plan=True),
@@ -226,7 +214,7 @@ class PreparedGraph:
     """
 
     graph: GraphEditor
-    indexes: Sequence[GraphIndex]
+    indexes: Sequence[structures.GraphIndex]
     weights: Collection[tuple[str, str]]
 
     def copy(self) -> PreparedGraph:
@@ -291,7 +279,7 @@ def _nothing_converted(decision: Decision) -> str:
 # ---- The new graph -------------------------------------------------------------------------------
 
 
-def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
+def apply_plan(graph: GraphEditor, plan: structures.RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
     Nodes keep their names and their order; Casts come behind them. Functions keep their names and
@@ -306,14 +294,14 @@ def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
         body.connect(made, cast.consumers)
 
 
-def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
+def _retype(body: GraphEditor, retype: structures.Retype, low: int) -> None:
     node = body.named(retype.node)
     if not retype.attr:
         node.type = low
         return
     if node.op in SUCCESSORS:
         node.op = SUCCESSORS[node.op]
-        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
+        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(structures.FLOAT32)
     if retype.entry is None:
         node.attr[retype.attr].type = low
     else:
@@ -323,7 +311,9 @@ def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
 # ---- The check -----------------------------------------------------------------------------------
 
 
-def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
+def verify_rewrite(
+    graph: GraphEditor, scopes: Sequence[PaintedScope], plan: structures.RewritePlan
+) -> None:
     """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
     Every node is there under its name and has the dtypes that were decided, a Cast is where they
@@ -335,7 +325,11 @@ def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: Rew
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
         casts = {cast.name for cast in plan.casts if cast.scope == scope}
-        own = {node.name for node in index.nodes if node.op not in (ARGUMENT, RESULT)}
+        own = {
+            node.name
+            for node in index.nodes
+            if node.op not in (structures.ARGUMENT, structures.RESULT)
+        }
         if wrong := body.by_name.keys() ^ (own | casts):
             raise _violation(f"node {min(wrong)!r}", "it was lost or added")
         for number, slot in enumerate(index.slots):
@@ -348,16 +342,16 @@ def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: Rew
             taken = body.taken(node.name) if edges else ()
             for edge, tensor in zip(edges, taken, strict=False):
                 needs_cast = (edge.source in low) != (edge.target in low)
-                if needs_cast != (node_name(tensor) in casts):
+                if needs_cast != (structures.node_name(tensor) in casts):
                     cause = f"its input {edge.tensor!r} has another dtype than the node takes"
                     raise _violation(f"node {node.name!r}", cause)
 
 
-def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
+def _dtype_now(body: GraphEditor, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:
     """The dtype of a slot as it is in the rewritten graph."""
     node = index.nodes[slot.node]
     named = body.named(node.name)
-    if node.op in (ARGUMENT, RESULT):
+    if node.op in (structures.ARGUMENT, structures.RESULT):
         return tf_private.dtype_name(named.type)
     if slot.attr not in named.attr:  # The op fixes it, or it has its default.
         return slot.dtype

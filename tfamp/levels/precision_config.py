@@ -15,22 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tfamp.core import options
 from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
-from tfamp.core.options import (
-    PLACEMENTS,
-    SLOTS,
-    WEIGHT_ROUNDINGS,
-    DynamicLossScale,
-    FixedLossScale,
-    GradClip,
-    LossScale,
-    checked_flag,
-    checked_scale,
-    checked_word,
-    from_mapping,
-    resolve_grad_clip,
-    resolve_weight_rounding,
-)
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
 from tfamp.policy import Policy
@@ -48,11 +34,15 @@ _GOES_WITH = {
     "weight_rounding": (("O2", "O3"), "has float32 weights"),
     "placement": (("O1",), "rewrites no graph"),
 }
-_WORDS = {"placement": PLACEMENTS, "weight_rounding": WEIGHT_ROUNDINGS, "slots": SLOTS}
+_WORDS = {
+    "placement": options.PLACEMENTS,
+    "weight_rounding": options.WEIGHT_ROUNDINGS,
+    "slots": options.SLOTS,
+}
 
 # Other systems' names, as on the migration pages: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
-    **{each.name: each.name for each in dataclasses.fields(DynamicLossScale)},
+    **{each.name: each.name for each in dataclasses.fields(options.DynamicLossScale)},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
     "loss_scale_window": "growth_steps",
@@ -93,8 +83,8 @@ class PrecisionConfig:
 
     level: str = "O2"
     dtype: str | None = None
-    loss_scale: LossScale | str | float | None = None
-    grad_clip: GradClip | None = None
+    loss_scale: options.LossScale | str | float | None = None
+    grad_clip: options.GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
     placement: str | None = None
@@ -103,22 +93,22 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         checked = {
-            "level": checked_word("level", self.level, (*LEVELS, "auto")),
+            "level": options.checked_word("level", self.level, (*LEVELS, "auto")),
             "dtype": read_dtype(self.dtype),
             "loss_scale": _read_loss_scale(self.loss_scale),
-            "grad_clip": resolve_grad_clip(self.grad_clip),
+            "grad_clip": options.resolve_grad_clip(self.grad_clip),
             "keep_float32": _as_tuple(self.keep_float32),
         }
         if self.master_weights is not None:
-            checked_flag("master_weights", self.master_weights)
+            options.checked_flag("master_weights", self.master_weights)
         for name, words in _WORDS.items():
             if getattr(self, name) is not None:
-                checked[name] = checked_word(name, getattr(self, name), words)
+                checked[name] = options.checked_word(name, getattr(self, name), words)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.level != "auto":
             _check_level(self, self.level, f"level {self.level!r}")
-        resolve_weight_rounding(self.weight_rounding, self.slots, self.master_weights)
+        options.resolve_weight_rounding(self.weight_rounding, self.slots, self.master_weights)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionConfig:
@@ -141,7 +131,7 @@ class PrecisionConfig:
             >>> config.loss_scale, config.grad_clip.max_norm
             (512.0, 35.0)
         """
-        return from_mapping(cls, "PrecisionConfig", values)
+        return options.from_mapping(cls, "PrecisionConfig", values)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> PrecisionConfig:
@@ -200,16 +190,16 @@ def read_dtype(value: Any) -> str | None:
     return "float32" if name == "float32" else given_low_dtype(value)
 
 
-def _read_loss_scale(value: Any) -> LossScale | str | float | None:
+def _read_loss_scale(value: Any) -> options.LossScale | str | float | None:
     """Returns a loss scale as `LossScaleOptimizer` takes it, or "none" for none at all."""
-    if value is None or isinstance(value, LossScale):
+    if value is None or isinstance(value, options.LossScale):
         return value
     if isinstance(value, Mapping):
         # mmdetection has a separate key for the rule.
         values = {key: x for key, x in value.items() if (key, x) != ("mode", "dynamic")}
         if "scale" in values:
-            return from_mapping(FixedLossScale, "loss_scale", values)
-        return from_mapping(DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
+            return options.from_mapping(options.FixedLossScale, "loss_scale", values)
+        return options.from_mapping(options.DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
     if isinstance(value, str) and value.lower() in ("dynamic", "none"):
         return value.lower()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -218,7 +208,7 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
             "loss_scale must be a number, 'dynamic', 'none', a dict, a FixedLossScale or a "
             f"DynamicLossScale; got {value!r} of type {type(value).__name__}."
         )
-    return checked_scale("loss_scale", value)
+    return options.checked_scale("loss_scale", value)
 
 
 def _as_tuple(kept: Any) -> tuple[Any, ...]:
@@ -243,7 +233,7 @@ class EffectiveLevel:
 
     level: str
     dtype: str
-    loss_scale: LossScale | None
+    loss_scale: options.LossScale | None
     master_weights: bool
     config: PrecisionConfig
     reasons: tuple[str, ...]
@@ -256,7 +246,7 @@ class EffectiveLevel:
         return self.level == "O3" or self.master_weights or is_rounded
 
     @property
-    def optimizer_rule(self) -> LossScale | None:
+    def optimizer_rule(self) -> options.LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
         Clipping, masters and rounding need one too; a fixed scale of 1 changes no gradient.
@@ -264,7 +254,7 @@ class EffectiveLevel:
         clips = self.config.grad_clip is not None
         rounds = self.config.weight_rounding is not None
         if self.loss_scale is None and (clips or self.master_weights or rounds):
-            return FixedLossScale(1.0)
+            return options.FixedLossScale(1.0)
         return self.loss_scale
 
 
@@ -335,7 +325,7 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
     )
 
 
-def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
+def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> options.LossScale | None:
     if given is None:
         # With a scale of 1 the optimizer only skips nonfinite steps.
         given, why = "dynamic", f"the default of level {level} in {dtype}"
@@ -347,5 +337,5 @@ def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossS
             given, why = 1.0, "the default of level O3"
         reasons.append(f"loss scale: {given}, {why}.")
     if isinstance(given, str):
-        return DynamicLossScale() if given == "dynamic" else None
-    return given if isinstance(given, LossScale) else FixedLossScale(given)
+        return options.DynamicLossScale() if given == "dynamic" else None
+    return given if isinstance(given, options.LossScale) else options.FixedLossScale(given)

@@ -18,19 +18,9 @@ from typing import Any, Literal, TypeAlias, cast
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
-from tfamp.planning import op_sets
+from tfamp.planning import op_sets, structures
 from tfamp.planning.coloring import Updates
 from tfamp.planning.ranges import Limits, Ranges
-from tfamp.planning.structures import (
-    ARGUMENT,
-    FLOAT32,
-    MAIN_GRAPH,
-    RESULT,
-    GraphIndex,
-    Reason,
-    node_name,
-    reach,
-)
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -82,7 +72,7 @@ class RewriteOptions:
         ('head/',)
     """
 
-    dtype: str = FLOAT32
+    dtype: str = structures.FLOAT32
     op_lists: OpColors | None = None
     keep_float32: Iterable[str] = ()
     force_low: Iterable[str] = ()
@@ -94,7 +84,7 @@ class RewriteOptions:
     may_miss: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype != FLOAT32:
+        if self.dtype != structures.FLOAT32:
             check_choice("dtype", self.dtype, LOW_PRECISION)
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("device", self.device, DEVICES)
@@ -234,8 +224,8 @@ MOST_CALLERS = 1000
 
 
 def choose_nodes(
-    indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
-) -> tuple[dict[int, Reason], frozenset[int]]:
+    indexes: Sequence[structures.GraphIndex], options: RewriteOptions, use: GraphUse
+) -> tuple[dict[int, structures.Reason], frozenset[int]]:
     """Returns the nodes of a graph and its functions that the options and the use select.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
@@ -260,20 +250,20 @@ def choose_nodes(
                 forced.update(found)
             for node in found if argument == "keep_float32" else ():
                 text = f"its name matches keep_float32 {pattern.pattern!r}"
-                kept.setdefault(node, Reason("keep_float32", text))
+                kept.setdefault(node, structures.Reason("keep_float32", text))
     # Casts follow their neighbours.
     nodes = [node for index in indexes for node in index.nodes]
     return kept, frozenset(node for node in forced if nodes[node].op != "Cast")
 
 
-def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
+def _used_nodes(index: structures.GraphIndex, use: GraphUse) -> dict[int, structures.Reason]:
     """The fetched or fed nodes, with the reason."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
-    fetched = Reason("fetches", "its result is fetched")
-    fed = Reason("feeds", "its value is fed")
+    fetched = structures.Reason("fetches", "its result is fetched")
+    fed = structures.Reason("feeds", "its value is fed")
     used = {}
     for reason, name in (*((fetched, n) for n in use.fetches), *((fed, n) for n in use.feeds)):
-        own, (_, colon, port) = node_name(name), name.partition(":")
+        own, (_, colon, port) = structures.node_name(name), name.partition(":")
         if own not in positions:
             near = difflib.get_close_matches(own, sorted(positions))
             hint = f" The nearest names are {near}." if near else ""
@@ -286,7 +276,7 @@ def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
     return used
 
 
-def _node_names(indexes: Sequence[GraphIndex]) -> list[list[str]]:
+def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
     """For each node its name, alone and after its callers' names; none for arguments."""
     # A NoOp holds functions without running them.
     calls = {
@@ -298,7 +288,7 @@ def _node_names(indexes: Sequence[GraphIndex]) -> list[list[str]]:
     callers = caller_names(calls)
     return [
         [node.name, *(full_name(caller, node.name) for caller in callers.get(index.scope, ()))]
-        if node.op not in (ARGUMENT, RESULT)
+        if node.op not in (structures.ARGUMENT, structures.RESULT)
         else []
         for index in indexes
         for node in index.nodes
@@ -342,7 +332,7 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
                 names[name] = None
                 yield called, name, around | {called}
 
-    reach([(MAIN_GRAPH, "", frozenset([MAIN_GRAPH]))], called_by)
+    structures.reach([(structures.MAIN_GRAPH, "", frozenset([structures.MAIN_GRAPH]))], called_by)
     return {function: list(names) for function, names in found.items()}
 
 

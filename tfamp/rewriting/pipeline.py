@@ -30,20 +30,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.graph import functions
 from tfamp.graph.calibration import measure
 from tfamp.graph.editor import SHAPES, GraphEditor
-from tfamp.graph.functions import (
-    CALLS,
-    GRADIENT,
-    INLINED_INTO,
-    argument_name,
-    attribute_text,
-    bodies,
-    flattened,
-    library_of,
-    new_suffix,
-    rename_functions,
-)
 from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
 from tfamp.interop import tf_private
 from tfamp.interop.patching import Patch
@@ -60,7 +49,7 @@ _CUSTOM = "CustomGradient-"
 _DTYPES = "_tfamp_gradient_dtypes"
 _DEFAULTS = {"autograph": True}
 # Attributes dropped on import. Shapes are inferred again; colocation may refer to a fed node.
-_LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
+_LEFT_OUT = (SHAPES, "_class", functions.INLINED_INTO, _DTYPES)
 
 # ---- Functions and calls -------------------------------------------------------------------------
 
@@ -282,7 +271,7 @@ def graph_use(
 def _flat(traced: Any) -> GraphEditor:
     """Returns the editor of a new copy of the graph of a trace, with its calls inlined."""
     names = [tensor.name for tensor in (*traced.outputs, *traced.inputs)]
-    graph = flattened(traced.graph.as_graph_def(add_shapes=True), names)
+    graph = functions.flattened(traced.graph.as_graph_def(add_shapes=True), names)
     for node in _custom_nodes(graph.graph):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
     return graph
@@ -295,7 +284,7 @@ def _into_current_graph(
 
     `values` has a tensor for each input, of the input's dtype.
     """
-    rename_functions(graph_def, new_suffix())
+    functions.rename_functions(graph_def, functions.new_suffix())
     names = [tensor.name for tensor in traced.inputs]
     inputs = dict(zip(names, map(tf_private.capture_into_graph, values), strict=True))
     current = tf.compat.v1.get_default_graph()
@@ -387,7 +376,9 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.counterpart(self.node.name) if op is None else op
-        closure = tf_private.registered_gradient(attribute_text(self.node, GRADIENT))
+        closure = tf_private.registered_gradient(
+            functions.attribute_text(self.node, functions.GRADIENT)
+        )
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         dense = (None if x is None else tf.cast(tf.convert_to_tensor(x), to) for x, to in given)
         call = FlatCall(tuple(dense), {})
@@ -431,12 +422,12 @@ class _CustomGradient:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
         # Inlined nodes of its function have this prefix.
-        prefix = attribute_text(self.node, INLINED_INTO)
+        prefix = functions.attribute_text(self.node, functions.INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
             return op.graph.get_tensor_by_name(f"{prefix}{tensor.name}")
         if prefix:
-            return op.graph.get_tensor_by_name(f"{argument_name(prefix, position)}:0")
+            return op.graph.get_tensor_by_name(f"{functions.argument_name(prefix, position)}:0")
         return op.graph.inputs[position]
 
 
@@ -445,11 +436,11 @@ def _adopt_gradients(graph_def: Any, host: _Host) -> None:
     for node in _custom_nodes(graph_def):
         adopted = f"Tfamp{_CUSTOM}{next(_NUMBERS)}"
         tf.RegisterGradient(adopted)(as_written(_CustomGradient(copy.deepcopy(node), host)))
-        node.attr[GRADIENT].s = adopted.encode()
-    library = library_of(graph_def)
+        node.attr[functions.GRADIENT].s = adopted.encode()
+    library = functions.library_of(graph_def)
     for node in all_nodes(graph_def):
-        if node.op in CALLS or node.op in library:
-            node.attr[GRADIENT].s = _call_gradient().encode()
+        if node.op in functions.CALLS or node.op in library:
+            node.attr[functions.GRADIENT].s = _call_gradient().encode()
 
 
 @functools.cache
@@ -467,12 +458,12 @@ def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
 
 def all_nodes(graph_def: Any) -> Iterator[Any]:
     """The nodes of a graph and of its functions."""
-    return (node for _, nodes, _ in bodies(graph_def) for node in nodes)
+    return (node for _, nodes, _ in functions.bodies(graph_def) for node in nodes)
 
 
 def _custom_nodes(graph_def: Any) -> Iterator[Any]:
     for node in all_nodes(graph_def):
-        if attribute_text(node, GRADIENT).startswith(_CUSTOM):
+        if functions.attribute_text(node, functions.GRADIENT).startswith(_CUSTOM):
             yield node
 
 

@@ -29,17 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.graph.editor import (
-    FLOAT32_TYPE,
-    FLOAT_TYPES,
-    LOW_TYPES,
-    SHAPES,
-    GraphEditor,
-    OpSignature,
-    attribute,
-    control_inputs_of,
-    tensor_inputs,
-)
+from tfamp.graph import editor
 from tfamp.graph.functions import has_old_control_flow
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import (
@@ -93,12 +83,12 @@ _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 
 
-def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
     """Has XLA compile groups of fusible nodes, in place."""
     fuse(graph)
 
 
-def fuse(graph: GraphEditor, least: int = _LEAST) -> int:
+def fuse(graph: editor.GraphEditor, least: int = _LEAST) -> int:
     """Replaces groups of fusible nodes with calls of compiled functions, in place.
 
     Functions, such as bodies of loops, stay as they are, and so does a graph with control flow of
@@ -137,11 +127,11 @@ class _Groups:
         staying: The nodes of groups that also stay in the graph.
     """
 
-    def __init__(self, graph: GraphEditor, least: int) -> None:
+    def __init__(self, graph: editor.GraphEditor, least: int) -> None:
         self.graph = graph
         for node in graph.of_types("Shape"):
             if self._elements(node.input[0]) < math.inf:
-                dtype = tf.as_dtype(attribute(node, "out_type").type or tf.int32)
+                dtype = tf.as_dtype(editor.attribute(node, "out_type").type or tf.int32)
                 shape = tf.make_tensor_proto(graph.shape(node.input[0]), dtype)
                 value = tf.compat.v1.AttrValue(tensor=shape)
                 graph.become(node, "Const", (), dtype=dtype, value=value)
@@ -207,15 +197,15 @@ class _Groups:
         if node.op in _COMPARES and self.known.isdisjoint(map(node_name, node.input)):
             return False
         dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
-        computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= FLOAT_TYPES
+        computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= editor.FLOAT_TYPES
         return computes or node.op in _MOVES
 
     def _is_rounding(self, node: Any) -> bool:
         """Whether a Cast to a low dtype is cast back at once: XLA would remove the rounding."""
-        if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
+        if node.op != "Cast" or node.attr["DstT"].type not in editor.LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
-        return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
+        return any(u.op == "Cast" and u.attr["DstT"].type == editor.FLOAT32_TYPE for u in users)
 
     def _depth(self, name: str, depths: Mapping[str, int]) -> int:
         """How often the longest way to a node enters or leaves fusible nodes of one device."""
@@ -253,7 +243,7 @@ class _Groups:
         """Whether a call is faster than the ops of a group."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
-        sizes = (max(map(self._elements, (n.name, *tensor_inputs(n)))) for n in computing)
+        sizes = (max(map(self._elements, (n.name, *editor.tensor_inputs(n)))) for n in computing)
         return sum(size >= _LEAST_ELEMENTS for size in sizes) >= least
 
     # ---- Recomputation ---------------------------------------------------------------------------
@@ -319,11 +309,13 @@ class _Groups:
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-def _insert(graph: GraphEditor, group: Sequence[str], body: _Body) -> None:
+def _insert(graph: editor.GraphEditor, group: Sequence[str], body: _Body) -> None:
     """Adds the call of a group; nodes with outside consumers pass on its results."""
     nodes = [graph.by_name[name] for name in group]
     inside = {f"^{name}" for name in group}
-    waits = dict.fromkeys(w for node in nodes for w in control_inputs_of(node) if w not in inside)
+    waits = dict.fromkeys(
+        w for node in nodes for w in editor.control_inputs_of(node) if w not in inside
+    )
     inputs, attrs = [*body.given, *waits], {**body.call_attrs, _COMPILED: True}
     name, device = f"{group[0]}{_CALL}", nodes[0].device
     call = graph.by_name[graph.add(name, "PartitionedCall", inputs, device=device, **attrs)]
@@ -334,14 +326,14 @@ def _insert(graph: GraphEditor, group: Sequence[str], body: _Body) -> None:
         graph.set_inputs(node, ())  # The call waits for what it waited for.
         if len(given) > 1:
             graph.become(node, "IdentityN", given, T=dtypes)
-        elif SHAPES in node.attr:
-            shape = tf.compat.v1.AttrValue(shape=node.attr[SHAPES].list.shape[0])
+        elif editor.SHAPES in node.attr:
+            shape = tf.compat.v1.AttrValue(shape=node.attr[editor.SHAPES].list.shape[0])
             graph.become(node, "EnsureShape", given, T=dtypes[0], shape=shape)
         else:
             graph.become(node, "Identity", given, T=dtypes[0])
 
 
-def _call_attrs(graph: GraphEditor, made: dict[bytes, str], function: Any) -> dict[str, Any]:
+def _call_attrs(graph: editor.GraphEditor, made: dict[bytes, str], function: Any) -> dict[str, Any]:
     """The attributes of a call of a function, which is added unless an identical one exists."""
     key = function.SerializeToString(deterministic=True)
     library = graph.graph.library.function
@@ -368,7 +360,7 @@ class _Body:
     def __init__(self, groups: _Groups, number: int, made: dict[bytes, str]) -> None:
         self._known, self._graph, self._made = groups.known, groups.graph, made
         function = tf.compat.v1.GraphDef().library.function.add()
-        self._body = GraphEditor(function)
+        self._body = editor.GraphEditor(function)
         self.given: list[str] = []
         self._spelled: dict[str, str] = {}
         own = (name for name in groups.own[number] if name not in groups.staying)
@@ -390,7 +382,7 @@ class _Body:
     def _add(self, node: Any, stored: bool = False) -> list[tf.DType]:
         """Adds the ops that compute a node; returns its output dtypes in the graph."""
         own = self._body.signature(node)
-        taken = zip(tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
+        taken = zip(editor.tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
         inputs = [self._tensor(name, dtype) for name, dtype in taken]
         dtypes = _dtypes(node, own, own.outputs)
         made = self._computed(node, inputs)
@@ -415,7 +407,7 @@ class _Body:
             attrs = _call_attrs(self._graph, self._made, function)
             return self._op("PartitionedCall", inputs, **attrs)
         attrs = {k: v for k, v in node.attr.items() if not k.startswith("_")}
-        low = [k for k in _COMPUTED_IN if k in attrs and attrs[k].type in LOW_TYPES]
+        low = [k for k in _COMPUTED_IN if k in attrs and attrs[k].type in editor.LOW_TYPES]
         return self._op(node.op, inputs, **attrs | dict.fromkeys(low, tf.float32))
 
     def _overflowed(self, tensor: str) -> str:
@@ -467,7 +459,7 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
-def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
+def _dtypes(node: Any, own: editor.OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
     """The dtype of each input or output of a node."""
     found: list[tf.DType] = []
     for arg in arguments:

@@ -10,23 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tfamp.graph.editor import (
-    FLOAT32_TYPE,
-    PYTHON,
-    SHAPES,
-    GraphEditor,
-    attribute,
-    control_inputs_of,
-    tensor_inputs,
-    writes_variable,
-)
+from tfamp.graph import editor
 from tfamp.graph.functions import calls_in, reached_bodies
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import LOOPS, node_name, reach
 
 
-def run(graph: GraphEditor, options: RewriteOptions) -> None:
+def run(graph: editor.GraphEditor, options: RewriteOptions) -> None:
     """Hoists reads of float32 variables out of the loops of a training step, in place.
 
     Only reads of variables that the graph later writes with values that depend on the loop: then no
@@ -55,14 +46,14 @@ def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
     }
     for node in loop.body.of_types("ReadVariableOp"):
         handles = [same[name] for name in node.input if name in same]
-        if handles and attribute(node, "dtype").type == FLOAT32_TYPE:
+        if handles and editor.attribute(node, "dtype").type == editor.FLOAT32_TYPE:
             yield node, handles[0]
 
 
-def _writes(graph: GraphEditor, node: Any) -> bool:
+def _writes(graph: editor.GraphEditor, node: Any) -> bool:
     """Whether a node, or a function that it runs, may write variables."""
     inside = (op for body in reached_bodies(graph, calls_in([node])) for op in body.by_op)
-    return any(writes_variable(op) or op in PYTHON for op in (node.op, *inside))
+    return any(editor.writes_variable(op) or op in editor.PYTHON for op in (node.op, *inside))
 
 
 def _written_behind(loop: Loop, handles: set[str]) -> set[str]:
@@ -77,7 +68,7 @@ def _written_behind(loop: Loop, handles: set[str]) -> set[str]:
     }
 
 
-def _behind(graph: GraphEditor, start: str) -> Collection[str]:
+def _behind(graph: editor.GraphEditor, start: str) -> Collection[str]:
     """The descendants of a node, also through variables that are written and read."""
 
     def users(name: str) -> Iterator[str]:
@@ -85,7 +76,7 @@ def _behind(graph: GraphEditor, start: str) -> Collection[str]:
         for user in graph.consumers[name]:
             # A read waits for a write. A node that only waits for a loop does not depend on its
             # results.
-            taken = map(node_name, tensor_inputs(graph.by_name[user]))
+            taken = map(node_name, editor.tensor_inputs(graph.by_name[user]))
             if not is_loop or name in taken:
                 yield user
 
@@ -96,13 +87,13 @@ def _behind(graph: GraphEditor, start: str) -> Collection[str]:
 def _hoist(loop: Loop, read: Any, handle: str) -> None:
     """Reads a variable before a loop, and passes the value to the loop."""
     node, body = loop.node, loop.body
-    attrs = {name: read.attr[name] for name in ("dtype", SHAPES) if name in read.attr}
-    inputs = [handle, *control_inputs_of(node)]
+    attrs = {name: read.attr[name] for name in ("dtype", editor.SHAPES) if name in read.attr}
+    inputs = [handle, *editor.control_inputs_of(node)]
     before = loop.graph.add(
         f"{node.name}/{read.name}", "ReadVariableOp", inputs, device=node.device, **attrs
     )
-    name = loop.add_variable(before, FLOAT32_TYPE, f"{read.name}_before")
-    body.set_inputs(read, [name, *control_inputs_of(read)])
-    body.become_identity(read, FLOAT32_TYPE)
+    name = loop.add_variable(before, editor.FLOAT32_TYPE, f"{read.name}_before")
+    body.set_inputs(read, [name, *editor.control_inputs_of(read)])
+    body.become_identity(read, editor.FLOAT32_TYPE)
     body.settle()
     loop.graph.weights.add((body.scope, name))
