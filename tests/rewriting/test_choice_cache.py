@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.rewriting import tuning
-from tfamp.rewriting.choice_cache import fingerprint
+from tfamp.rewriting.choice_cache import fingerprint, keras_program
 
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 2), "float32")
 
@@ -37,11 +37,11 @@ def runs(monkeypatch):
     return found
 
 
-def make_model(units=8, name="secret", activation="relu"):
+def make_model(units=8, name="secret", activation="relu", layer=keras.layers.Dense, **options):
     keras.utils.set_random_seed(0)
-    hidden = keras.layers.Dense(units, activation, name=name)
+    hidden = layer(units, activation=activation, name=name)
     model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
     return model
 
 
@@ -112,30 +112,93 @@ def test_a_cache_that_cannot_be_used_says_what_to_do(folder, runs, monkeypatch):
         tune()
 
 
-def test_the_settings_of_a_model_say_so_and_kept_layers_count(folder, runs):
-    def settings(**options):
-        given = {"level": "auto", "dtype": "bfloat16", "example_batch": (X, Y)}
-        return tfamp.prepare(make_model(), **given, **options).settings
+def test_the_settings_of_a_model_say_so_and_no_step_of_keras_layers_is_traced(
+    folder, runs, monkeypatch
+):
+    traced = []
+    step = keras.Model.train_step
+    monkeypatch.setattr(
+        keras.Model, "train_step", lambda *args: traced.append(args) or step(*args), raising=False
+    )
 
-    assert "measured now, kept in" in str(settings())
-    timed = len(runs)
-    assert "measured before, kept in" in str(settings())
-    assert len(runs) == timed
-    settings(keep_float32="secret")
-    assert len(runs) > timed
+    def settings(name="secret", **options):
+        given = {"level": "auto", "dtype": "bfloat16", "example_batch": (X, Y)}
+        return str(tfamp.prepare(make_model(name=name), **given, **options).settings)
+
+    assert "measured now, kept in" in settings()
+    done = len(runs), len(traced)
+    assert "measured before, kept in" in settings("other")
+    assert (len(runs), len(traced)) == done
+    assert "measured now, kept in" in settings(keep_float32="secret")  # Kept layers count.
+    assert len(runs) > done[0]
+
+
+@keras.saving.register_keras_serializable()
+def own_loss(y, out):
+    return keras.ops.mean(y - out)
+
+
+def relu(x):
+    return -x
+
+
+class Own(keras.layers.Dense):
+    def call(self, inputs, training=None):
+        return super().call(-inputs)
+
+
+def program(change=lambda model: None, shape=(4, 8), **options):
+    model = make_model(**options)
+    change(model)
+    return keras_program(model, (tf.ones(shape), tf.ones((4, 2))))
+
+
+def test_a_program_of_keras_alone_is_known_without_a_trace():
+    sgd, adam = keras.optimizers.SGD, keras.optimizers.AdamW
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 9)
+    leaves_out = adam()
+    leaves_out.exclude_from_weight_decay(var_names=["bias"])
+    known = program(optimizer=sgd(0.1))
+    assert known == program(optimizer=sgd(0.2), name="dense_7")
+    others = [
+        *(program(optimizer=each) for each in (sgd(schedule), sgd(0.1, clipnorm=1.0), adam())),
+        *(program(optimizer=leaves_out), program(loss="mae"), program(metrics=["mae"])),
+        *(program(units=9), program(activation="tanh"), program(shape=(5, 8))),
+        *(program(jit_compile=True), program(activation="gelu")),
+        program(lambda model: setattr(model.layers[0], "trainable", False)),
+        program(lambda model: setattr(model.layers[0], "dtype_policy", "mixed_float16")),
+        program(lambda model: setattr(model.layers[0].bias, "trainable", False)),
+    ]
+    assert "" not in {known, *others}
+    assert len({known, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"layer": Own}, {"activation": relu}, {"activation": tf.nn.relu}),
+        *({"loss": own_loss}, {"loss": "Custom>own_loss"}, {"loss": lambda y, out: y - out}),
+        {"metrics": [own_loss]},
+        {"change": lambda model: setattr(model, "train_step", lambda data: {})},
+        {"change": lambda model: model.add(keras.layers.Lambda(keras.ops.relu))},
+    ],
+)
+def test_other_code_in_a_step_makes_it_unknown_until_it_is_traced(options):
+    assert program(**options) == ""
 
 
 def test_a_fingerprint_is_of_what_takes_time():
-    def of(loop=3, width=4, name="x", factor=2.0, op=tf.tanh):
+    def of(loop=3, width=4, name="x", factor=2.0, op=tf.tanh, cases=(tf.cos, tf.exp)):
         @tf.function
         def step(x):
             x = tf.multiply(x, factor, name=name)
             for _ in tf.range(loop):
                 x = op(x, name=name)
-            return x
+            return tf.cond(tf.reduce_all(x > 0.0), *(lambda case=case: case(x) for case in cases))
 
         trace = step.get_concrete_function(tf.TensorSpec((2, width)))
         return fingerprint(trace.graph.as_graph_def(add_shapes=True))
 
     assert of(name="y", factor=3.0) == of()
-    assert len({of(), of(loop=4), of(width=5), of(op=tf.sin)}) == 4
+    others = of(loop=4), of(width=5), of(op=tf.sin), of(cases=(tf.exp, tf.cos))
+    assert len({of(), *others}) == 5

@@ -155,6 +155,11 @@ def layers_of(*roots: Any) -> list[Any]:
     return found[::-1]
 
 
+def rematerializes(layer: Any) -> bool:
+    """Whether a layer recomputes activations in the backward pass. Symbol: `_remat_mode`."""
+    return keras_symbol(layer, "_remat_mode") is not None
+
+
 def inbound_nodes(operation: Any) -> tuple[Any, ...]:
     """One node per symbolic call of a layer or op. Symbol: `Operation._inbound_nodes`.
 

@@ -49,8 +49,8 @@ from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import Policy, prepares_data
+from tfamp.rewriting.choice_cache import keras_program
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.rewriting.tuning import (
     CANDIDATES,
@@ -567,14 +567,16 @@ def _measured_level(
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=True)
         layer_policies.correct_symbolic_dtypes(model)
-        ways = candidates_of(_train_step_of(model), options, names)
+        program = keras_program(model, data)
+        ways = candidates_of(_as_fit_traces(model, model.train_step), options, names)
         if level.level == "O2":
-            mixed = _mixed_step(model, level, kept, chosen, data)
-            ways.append(Candidate("O2", mixed, mixed))
+            mixed = _mixed_step(model, level, kept, chosen)
+            ways.append(Candidate("O2", _as_fit_traces(model, mixed)))
         with _keep_in_float32(kept):
-            numbers = [n for n, each in enumerate(layers_of(model)) if any(each is k for k in kept)]
+            of_user = ({id(each) for each in kept}, chosen)
+            numbers = [[id(each) in ids for ids in of_user] for each in layers_of(model)]
             report = compare_candidates(
-                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers
+                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers, program=program
             )
     return _found(report, config)
 
@@ -604,15 +606,16 @@ def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
 
 
 def _mixed_step(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
-) -> Any:
-    """Traces the train step of a float32 model as at level O2; the model is as before then."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        _put_level_on(model, level, kept, chosen)
-        step = _train_step_of(model)
-        with kept_random_states():  # Python code that is traced may draw.
-            step.get_concrete_function(data)
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int]
+) -> Callable[..., Any]:
+    """The train step of a float32 model as at level O2; a trace leaves the model as before."""
+
+    def step(data: Any) -> Any:
+        with contextlib.ExitStack() as undo:
+            undo.callback(layer_policies.note_state(model))
+            _put_level_on(model, level, kept, chosen)
+            return model.train_step(data)
+
     return step
 
 
@@ -631,9 +634,9 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 
 
-def _train_step_of(model: Any) -> Any:
-    """Returns the train step of a compiled model as `fit` traces it."""
-    return tf.function(model.train_step, autograph=False, jit_compile=model.jit_compile or None)
+def _as_fit_traces(model: Any, step: Callable[..., Any]) -> Any:
+    """Returns a train step of a compiled model as `fit` traces it."""
+    return tf.function(step, autograph=False, jit_compile=model.jit_compile or None)
 
 
 def _as_fit_gives(value: Any) -> Any:

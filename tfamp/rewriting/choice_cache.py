@@ -1,7 +1,8 @@
 """The user's cache of choices that `tune` has measured: one file per program and machine.
 
-The name of a file is a hash of the graph, the versions, the hardware and the arguments of `tune`;
-in it are times and errors of the candidates. Nothing else of the program is stored.
+The name of a file is a hash of the program, the versions, the hardware and the arguments of `tune`.
+The program is a graph or, without a trace of seconds, the configuration of a Keras model. In the
+file are times and errors of the candidates. Nothing else of the program is stored.
 """
 
 from __future__ import annotations
@@ -9,27 +10,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import keras
+import tensorflow as tf
 
 import tfamp
 from tfamp.graph.editor import FLOAT_TYPES, SHAPES
 from tfamp.graph.functions import bodies
+from tfamp.interop.keras_hooks import decays, layers_of, rematerializes
 from tfamp.machine import hardware
-from tfamp.planning.structures import node_name
+from tfamp.planning.structures import MAIN_GRAPH, node_name
 
 VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
-_FORMAT = 1
+_FORMAT = 2
 _IGNORED = ("shared_name", "seed", "seed2")  # Attributes that the time of an op does not depend on.
+# Keys of a Keras configuration that have names of layers, and classes that run what is not in it.
+_NAMES = {"name", "keras_history", "input_layers", "output_layers"}
+_OPAQUE = ("Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper")
 
 
-def choice_file(trace: Any, arguments: Mapping[str, Any]) -> Path | None:
-    """Returns the file of the choice for a concrete function; None if TFAMP_CACHE is "off".
+def choice_file(program: str, arguments: Mapping[str, Any]) -> Path | None:
+    """Returns the file of the choice for a program; None if TFAMP_CACHE is "off".
 
     Args:
-        trace: The function, in float32.
+        program: What `fingerprint` or `keras_program` returns for the function in float32.
         arguments: Other values that the choice depends on; their `repr` is the same in every
             process.
     """
@@ -41,25 +51,43 @@ def choice_file(trace: Any, arguments: Mapping[str, Any]) -> Path | None:
     facts = {
         **hardware.machine_facts(),
         "tfamp": f"{tfamp.__version__} {_FORMAT}",
-        "graph": fingerprint(trace.graph.as_graph_def(add_shapes=True)),
+        "program": program,
         **{name: repr(value) for name, value in arguments.items()},
     }
-    text = json.dumps(facts, sort_keys=True)
-    name = f"choice-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-    return hardware.cache_folder() / name
+    return hardware.cache_folder() / f"choice-{_hash(facts)[:20]}.json"
+
+
+def _hash(value: Any) -> str:
+    """A hash of plain values, the same in every process."""
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- A graph -------------------------------------------------------------------------------------
 
 
 def fingerprint(graph_def: Any) -> str:
-    """Returns a hash of the ops, attributes and edges of a graph and its functions.
+    """Returns a hash of the ops, attributes and edges of a graph and the functions that it calls.
 
-    It ignores names, seeds, values of float constants, and which call runs which function.
+    It ignores names, seeds and values of float constants.
     """
-    described = sorted(_described(nodes, function) for _, nodes, function in bodies(graph_def))
-    return hashlib.sha256("".join(described).encode()).hexdigest()
+    contents = {name: (nodes, function) for name, nodes, function in bodies(graph_def)}
+    hashes: dict[str, str] = {}
+
+    def called(name: str) -> str:
+        if name not in hashes:
+            hashes[name] = "recursive"  # Until it is known.
+            hashes[name] = _hash(_described(*contents.get(name, ((), None)), called))
+        return hashes[name]
+
+    return called(MAIN_GRAPH)
 
 
-def _described(nodes: Sequence[Any], function: Any) -> str:
-    """The nodes of a graph or function, with numbers instead of names."""
+def _described(nodes: Sequence[Any], function: Any, called: Callable[[str], str]) -> list[Any]:
+    """The nodes of a graph or function, with numbers instead of names.
+
+    `called` returns the hash of the function with a name.
+    """
     arguments = function.signature.input_arg if function else ()
     numbers = {each.name: f"{number}" for number, each in enumerate((*arguments, *nodes))}
 
@@ -67,17 +95,74 @@ def _described(nodes: Sequence[Any], function: Any) -> str:
         name = node_name(tensor)
         return tensor.replace(name, numbers[name], 1)
 
-    lines = []
+    def value(attribute: Any) -> list[str]:
+        functions = [*attribute.list.func, *([attribute.func] if attribute.func.name else ())]
+        if attribute.tensor.dtype in FLOAT_TYPES:
+            attribute = attribute.tensor.tensor_shape
+        plain = () if functions else (attribute.SerializeToString(deterministic=True).hex(),)
+        return [*plain, *(called(each.name) for each in functions)]
+
+    lines: list[Any] = []
     for node in nodes:
-        kept = (key for key in sorted(node.attr) if key[0] != "_" or key == SHAPES)
-        values = {key: _value(node.attr[key]) for key in kept if key not in _IGNORED}
-        lines.append(f"{node.op} {node.device} {[*map(end, node.input)]} {values}")
-    return "\n".join(lines)
+        kept = (key for key in node.attr if key[0] != "_" or key == SHAPES)
+        values = {key: value(node.attr[key]) for key in kept if key not in _IGNORED}
+        lines.append([node.op, node.device, [*map(end, node.input)], values])
+    outputs = function.signature.output_arg if function else ()
+    return [*lines, [end(function.ret[each.name]) for each in outputs]]
 
 
-def _value(attribute: Any) -> bytes:
-    if attribute.HasField("func") or attribute.list.func:
-        return b"functions"
-    if attribute.tensor.dtype in FLOAT_TYPES:
-        attribute = attribute.tensor.tensor_shape
-    return bytes(attribute.SerializeToString(deterministic=True))
+# ---- A Keras model -------------------------------------------------------------------------------
+
+
+def keras_program(model: Any, batch: Any) -> str:
+    """Returns a hash of what makes the train step of a built and compiled model, without a trace.
+
+    It ignores names of layers and the learning rate. It is "" unless all code that is traced is
+    Keras's: for others only the graph shows what they do.
+    """
+    layers = layers_of(model)
+    parts = [*layers, model.optimizer]
+    values = [value for part in parts for value in vars(part).values()]
+    functions = [each for each in values if isinstance(each, types.FunctionType | types.MethodType)]
+    code = [f"{each.__module__}.{each.__qualname__}" for each in (*map(type, parts), *functions)]
+    if not model.built or not all(map(_is_keras, code)):
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras warns about lambdas.
+            config = keras.saving.serialize_keras_object([model, model.optimizer])
+    except (TypeError, ValueError, NotImplementedError):
+        return ""  # A part has no configuration.
+    written = keras.tree.flatten_with_path(config)
+    registered = keras.saving.get_registered_object  # All that is written of it is its name.
+    free = (value in _OPAQUE or registered(value) is not None for _, value in written)
+    modules = (value for path, value in written if path[-1] == "module")
+    if any(free) or not all(map(_is_keras, modules)):
+        return ""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    facts = [
+        *(keras.__version__, keras.config.floatx(), keras.config.image_data_format()),
+        *(code, str(model.jit_compile), tf.zeros(()).device, _without_names(written)),
+        *([each.trainable, each.autocast, rematerializes(each)] for each in layers),
+        *(str([v.shape, v.dtype, v.trainable, type(v.regularizer)]) for v in model.variables),
+        *(decays(optimizer, each) for each in model.trainable_variables),
+    ]
+    return _hash([*facts, repr(keras.tree.map_structure(tf.type_spec_from_value, batch))])
+
+
+def _is_keras(name: str) -> bool:
+    return f"{name}.".startswith("keras.")
+
+
+def _without_names(written: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """A configuration with numbers instead of names, which depend on what was built before."""
+    names = dict.fromkeys(value for path, value in written if not _NAMES.isdisjoint(path))
+    numbers = {name: f"#{number}" for number, name in enumerate(names)}
+    return [
+        [
+            [numbers.get(key, key) for key in path],
+            [value] if _NAMES.isdisjoint(path) else numbers[value],
+        ]
+        for path, value in written
+        if path[-1] != "learning_rate"
+    ]

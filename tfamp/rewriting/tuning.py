@@ -38,7 +38,7 @@ from tfamp.planning.structures import FLOAT32
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
-from tfamp.rewriting.choice_cache import VARIABLE, choice_file
+from tfamp.rewriting.choice_cache import VARIABLE, choice_file, fingerprint
 from tfamp.rewriting.function import RewrittenFunction, check_function
 from tfamp.rewriting.function_state import draws_random, kept_random_states, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
@@ -375,12 +375,14 @@ def compare_candidates(
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
-    kept: Sequence[int] = (),
+    kept: Any = (),
+    program: str = "",
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
 
     If the user's cache has the choice, nothing runs. `kept` are the numbers of layers that stay
-    float32: the graph in float32 does not show them.
+    float32: the program does not show them. `program` is a hash of the program, if it is known
+    without a trace.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or calls change what cannot be restored.
@@ -403,7 +405,7 @@ def compare_candidates(
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
             generator = keras_hooks.global_seed_generator()
-            path = _file_of(candidates, args, (*limits, kept))
+            path = _file_of(candidates, args, program, (*limits, kept))
             found, draws = _kept_choice(path, candidates), False
             if found is None:
                 runs = _traced(candidates, args)
@@ -428,7 +430,7 @@ class _Choice(NamedTuple):
     source: str = "measured now"
 
 
-def _file_of(candidates: Sequence[Candidate], args: Sequence[Any], limits: Any) -> Path | None:
+def _file_of(candidates: Sequence[Candidate], args: Any, program: str, limits: Any) -> Path | None:
     """The file of the choice in the user's cache; None if the choice is not kept.
 
     Choices with the user's own op lists or calibration data are not kept.
@@ -436,8 +438,10 @@ def _file_of(candidates: Sequence[Candidate], args: Sequence[Any], limits: Any) 
     settings = {each.name: getattr(each.function, "settings", None) for each in candidates}
     if any(each and (each.op_lists or each.calibration) for each in settings.values()):
         return None
-    trace = candidates[0].function.get_concrete_function(*args)
-    return choice_file(trace, {"candidates": settings, "limits": limits})
+    if not program:
+        trace = candidates[0].function.get_concrete_function(*args)
+        program = fingerprint(trace.graph.as_graph_def(add_shapes=True))
+    return choice_file(program, {"candidates": settings, "limits": limits})
 
 
 def _kept_choice(path: Path | None, candidates: Sequence[Candidate]) -> _Choice | None:
