@@ -19,9 +19,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfamp.diagnostics.model_runs as model_runs
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.options import checked_number
-from tfamp.diagnostics import model_runs
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.layer_dtypes import policy_with
