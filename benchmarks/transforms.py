@@ -20,7 +20,6 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 # Of `tfamp.graph.rewrite.PASSES`.
 TRANSFORMS = {
-    "attention_products": "batches of products for Einsums of attention",
     "loop_sums": "one product for the gradient of a weight in a loop",
     "filter_gradients": "other ops for gradients of convolutions by their filters",
 }

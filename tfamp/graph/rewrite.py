@@ -174,7 +174,6 @@ _BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries
 # graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
 # have XLA compile them.
 PASSES = (
-    Pass("attention_products", frozenset({"Einsum"}), _on_cpus),
     Pass("loop_sums", structures.LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
     Pass("loop_reads", structures.LOOPS, lambda options: True),
