@@ -70,7 +70,8 @@ class TuneRow:
         error: Relative error of its outputs against float32's: for each float output the root mean
             square of the differences over the root mean square of the values, and of these the
             largest. Values that are not finite in float32 do not count; inf if others are not
-            finite, NaN without values to compare.
+            finite, NaN without values to compare. In a report from the cache it is the error on the
+            arguments of the measured call.
         chosen: Whether it is the one to use.
         low_nodes: Number of nodes of its graph that compute in the low dtype.
         same_as: The candidate of an earlier row with the same graph, which has these times and this
