@@ -65,6 +65,8 @@ def test_regression_learns_what_it_learns_under_a_policy(placement, dtype):
     assert error < 1.5 * expected_error
     assert reported < 1.5 * expected_report
     np.testing.assert_allclose(reported, error, rtol=0.5)
+    # Called outside of fit, where autocast chooses the dtypes.
+    assert np.mean(np.square(model(X) - (offset + 2 * CURVE))) < 1.5 * expected_error
 
 
 def test_targets_that_float16_cannot_hold():

@@ -60,6 +60,20 @@ def functionals_of(model: Any) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
+def output_layers_of(layer: Any) -> list[Any]:
+    """Returns the layers that make the outputs of a Functional or Sequential.
+
+    A layer makes its own; which ones do in a subclassed model only its code says.
+    """
+    if isinstance(layer, keras.Sequential):
+        makers = layer.layers[-1:]
+    elif is_graph(layer):
+        makers = layer_dtypes.output_makers(keras_hooks.outputs_of(layer))
+    else:
+        return [] if isinstance(layer, keras.Model) else [layer]
+    return [each for maker in makers for each in output_layers_of(maker)]
+
+
 def is_graph(layer: Any) -> bool:
     """Whether a layer is a Functional or Sequential model."""
     return isinstance(layer, keras.Sequential | keras_hooks.functional_class())

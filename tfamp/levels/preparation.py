@@ -473,6 +473,8 @@ def _rewrite_steps_of(
     """
     rewrite = functools.partial(RewrittenFunction, options=options)
     _keep_in_float32(kept)
+    for layer in layer_policies.output_layers_of(model):
+        wrap_method(layer, "call", _bias_in_float32)
     for layer in layers_of(model):
         # Keras calls it instead of `call` once the layer is quantized; autocast skips it already.
         wrap_method(layer, "quantized_call", _under_kept_scope)
@@ -542,6 +544,12 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _under_kept_scope(original, *args, **kwargs)
     with autocast(enabled=False), reading_variables_in(None):
         args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
+        return original(*args, **kwargs)
+
+
+def _bias_in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # As in a rewrite: only the product is low, and what is added to it makes it float32.
+    with reading_variables_in(None):
         return original(*args, **kwargs)
 
 
