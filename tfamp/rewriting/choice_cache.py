@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ _FORMAT = 2
 _IGNORED = ("shared_name", "seed", "seed2")  # Attributes that the time of an op does not depend on.
 # Keys of a Keras configuration that have names of layers, and classes that run what is not in it.
 _NAMES = {"name", "keras_history", "input_layers", "output_layers"}
+_PACKAGES = ("keras", "keras_hub")  # Their configurations say what their code does.
 _OPAQUE = ("Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper")
 
 
@@ -118,7 +120,7 @@ def keras_program(model: Any, batch: Any) -> str:
     """Returns a hash of what makes the train step of a built and compiled model, without a trace.
 
     It ignores names of layers and the learning rate. It is "" unless all code that is traced is
-    Keras's: for others only the graph shows what they do.
+    Keras's or KerasHub's: for others only the graph shows what they do.
     """
     layers = layers_of(model)
     parts = [*layers, model.optimizer]
@@ -135,13 +137,14 @@ def keras_program(model: Any, batch: Any) -> str:
         return ""  # A part has no configuration.
     written = keras.tree.flatten_with_path(config)
     registered = keras.saving.get_registered_object  # All that is written of it is its name.
-    free = (value in _OPAQUE or registered(value) is not None for _, value in written)
-    modules = (value for path, value in written if path[-1] == "module")
-    if any(free) or not all(map(_is_keras, modules)):
+    modules = [value for path, value in written if path[-1] == "module"]
+    modules += [each.__module__ for _, value in written if (each := registered(value))]
+    if any(value in _OPAQUE for _, value in written) or not all(map(_is_keras, modules)):
         return ""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     facts = [
-        *(keras.__version__, keras.config.floatx(), keras.config.image_data_format()),
+        *(sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules),
+        *(keras.config.floatx(), keras.config.image_data_format()),
         *(code, str(model.jit_compile), tf.zeros(()).device, _without_names(written)),
         *([each.trainable, each.autocast, rematerializes(each)] for each in layers),
         *(str([v.shape, v.dtype, v.trainable, type(v.regularizer)]) for v in model.variables),
@@ -151,7 +154,7 @@ def keras_program(model: Any, batch: Any) -> str:
 
 
 def _is_keras(name: str) -> bool:
-    return f"{name}.".startswith("keras.")
+    return name.partition(".")[0] in _PACKAGES
 
 
 def _without_names(written: Sequence[tuple[Any, Any]]) -> list[Any]:
