@@ -6,19 +6,12 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers import training
 from helpers.cases import first_of
 from helpers.collectives import bytes_sent
 from helpers.graph_asserts import branches
 from helpers.replicas import halves
 from helpers.tolerances import assert_close
-from helpers.training import (
-    assert_identical,
-    assert_same_values,
-    data,
-    scaled_gradients,
-    small_model,
-    snapshot,
-)
 
 WINDOW = 4
 
@@ -35,7 +28,7 @@ def make(inner=momentum, steps=WINDOW, **arguments):
 
 def make_step(model, optimizer, accumulator, unscale=False):
     def step(x, y):
-        gradients = scaled_gradients(model, optimizer, x, y)
+        gradients = training.scaled_gradients(model, optimizer, x, y)
         if unscale:
             gradients = optimizer.get_unscaled_gradients(gradients)
         pairs = zip(gradients, model.trainable_variables, strict=True)
@@ -45,7 +38,7 @@ def make_step(model, optimizer, accumulator, unscale=False):
 
 
 def batches(count):
-    x, y = data(count)
+    x, y = training.data(count)
     return list(zip(np.split(x, count), np.split(y, count), strict=True))
 
 
@@ -58,7 +51,7 @@ def batches(count):
     ],
 )
 def test_a_window_is_a_step_with_the_mean_of_its_batches(inner, unscale, traced):
-    model, reference, bare = small_model(), small_model(), inner()
+    model, reference, bare = training.small_model(), training.small_model(), inner()
     optimizer, accumulator = make(inner)
     step = make_step(model, optimizer, accumulator, unscale)
     step = tf.function(step) if traced else step
@@ -67,7 +60,7 @@ def test_a_window_is_a_step_with_the_mean_of_its_batches(inner, unscale, traced)
     ended = [bool(step(tf.constant(x), tf.constant(y))) for x, y in batches(2 * WINDOW)]
     assert ended == [False] * 3 + [True] + [False] * 3 + [True]
     assert int(optimizer.iterations) == 2
-    x, y = data(2 * WINDOW)
+    x, y = training.data(2 * WINDOW)
     variables = reference.trainable_variables
     for half in (slice(0, 32), slice(32, 64)):
         with tf.GradientTape() as tape:
@@ -92,17 +85,17 @@ def test_the_mean_is_exact():
 
 @pytest.mark.parametrize(("bad", "unscale"), [(0, False), (2, True), (3, False)])
 def test_a_bad_batch_drops_the_window_and_no_other(bad, unscale):
-    model = small_model()
+    model = training.small_model()
     optimizer, accumulator = make(dynamic_growth_steps=1)
     step = tf.function(make_step(model, optimizer, accumulator, unscale))
     scales = []
     for i, (x, y) in enumerate(batches(3 * WINDOW)):
         if i == WINDOW:
-            before = snapshot(model, optimizer.inner_optimizer)
+            before = training.snapshot(model, optimizer.inner_optimizer)
         step(np.full_like(x, np.nan) if i == WINDOW + bad else x, y)
         scales.append(float(optimizer.loss_scale))
         if i == 2 * WINDOW - 1:
-            assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+            training.assert_identical(training.snapshot(model, optimizer.inner_optimizer), before)
     assert int(optimizer.iterations) == 2
     assert int(optimizer.skipped_steps) == 1
     # The scale changes where a window ends and nowhere else.
@@ -160,7 +153,7 @@ def test_sparse_and_missing_gradients():
 @pytest.mark.parametrize("done", first_of([WINDOW + 2, WINDOW]))
 def test_checkpoint_resumes_bit_identically(tmp_path, done):
     def start():
-        model = small_model()
+        model = training.small_model()
         optimizer, accumulator = make(lambda: keras.optimizers.Adam(0.01))
         step = tf.function(make_step(model, optimizer, accumulator))
         saved = tf.train.Checkpoint(model=model, optimizer=optimizer, accumulator=accumulator)
@@ -177,7 +170,9 @@ def test_checkpoint_resumes_bit_identically(tmp_path, done):
         step(x, y)
         other_step(x, y)
     assert int(resumed.iterations) == 4
-    assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
+    training.assert_same_values(
+        training.snapshot(other, resumed), training.snapshot(model, optimizer)
+    )
 
 
 # ---- Replicas ----------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ def test_checkpoint_resumes_bit_identically(tmp_path, done):
 
 def spread(strategy, **arguments):
     with strategy.scope():
-        model = small_model()
+        model = training.small_model()
         optimizer, accumulator = make(**arguments)
         optimizer.build(model.trainable_variables)
     step = make_step(model, optimizer, accumulator)
@@ -209,14 +204,14 @@ def test_nothing_is_sent_before_the_window_ends(two_replicas, arguments):
 def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
     model, optimizer, accumulator, run = spread(two_replicas, **arguments)
     run = tf.function(run) if traced else run
-    reference = small_model()
+    reference = training.small_model()
     one, alone = make()
     for i, (x, y) in enumerate(batches(3 * WINDOW + 1)):
         if i == 6:  # The second replica's half of one batch is bad.
             x[4:] = np.inf
         run(halves(two_replicas, x), halves(two_replicas, y))
         # The replicas' mean losses are added up: twice the loss of the whole batch.
-        gradients = [2 * g for g in scaled_gradients(reference, one, x, y)]
+        gradients = [2 * g for g in training.scaled_gradients(reference, one, x, y)]
         alone.apply_gradients(zip(gradients, reference.trainable_variables, strict=True))
         assert int(accumulator.count) == int(alone.count) == (i + 1) % WINDOW
     # The end of an epoch: a window of one batch.

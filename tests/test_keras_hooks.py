@@ -238,13 +238,6 @@ def test_variables_and_slots_are_found_by_place(variables):
     assert [keras_hooks.slot(adafactor, name, 0).shape for name in "rcv"] == [(2,), (3,), (2, 3)]
 
 
-def test_layers_that_recompute_activations():
-    with keras.RematScope(mode="full"):
-        layer = keras.layers.Dense(2)
-    assert keras_hooks.rematerializes(layer)
-    assert not keras_hooks.rematerializes(keras.layers.Dense(2))
-
-
 def test_decay_and_what_is_left_out_of_it(variables):
     optimizer = keras.optimizers.Adam(weight_decay=0.1)
     assert keras_hooks.excluded_from_decay(optimizer) == (set(), None)

@@ -82,7 +82,6 @@ class Noisy(keras.optimizers.SGD):
         (lambda: keras.optimizers.AdamW(0.01), {"weight_rounding": "stochastic"}),
         (Noisy, {}),
     ],
-    ids=["clipped", "masters", "rounded", "noisy"],
 )
 def test_a_compiled_step_has_no_branch_and_one_that_is_skipped_changes_nothing(inner, arguments):
     low = arguments.keys() & {"master_weights", "weight_rounding"}

@@ -34,35 +34,6 @@ def test_mirrored_strategy_on_cpus_needs_merge_call_and_no_strategy_none(two_rep
     assert answers == [True, True]
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_traced_function_is_compiled_where_it_or_one_around_it_is(jit):
-    answers = []
-
-    @tf.function(jit_compile=jit)
-    def fn(x):
-        note = tf.function(lambda: answers.append(tf_private.is_compiled_by_xla()))
-        note()
-        return tf.cond(x > 0.0, lambda: note() or x, lambda: x)
-
-    fn.get_concrete_function(tf.constant(1.0))
-    assert answers
-    assert set(answers) == {jit}
-    assert not tf_private.is_compiled_by_xla()
-
-
-def test_handles_that_a_function_assigns_to_also_in_calls_and_loops():
-    read, written, looped = (tf.Variable(float(i)) for i in range(3))
-
-    @tf.function
-    def fn():
-        tf.function(lambda: written.assign(read))()
-        for _ in tf.range(2):
-            looped.assign_add(read)
-
-    found = tf_private.written_handles(fn.get_concrete_function())
-    assert {id(each) for each in found} == {id(written.handle), id(looped.handle)}
-
-
 def test_ops_are_known_with_inputs_and_attributes_internal_ones_too():
     matmul = tf_private.op_definition("MatMul")
     assert [argument.type_attr for argument in matmul.input_arg] == ["T", "T"]

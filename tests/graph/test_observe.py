@@ -7,14 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfamp.diagnostics.nonfinite import Seen
-from tfamp.graph.observe import (
-    UNROUNDED,
-    Observer,
-    low_dtypes,
-    observed_scopes,
-    retyped,
-    seeded,
-)
+from tfamp.graph import observe
 from tfamp.interop import tf_private
 from tfamp.interop.patching import patched_here
 
@@ -27,7 +20,9 @@ def _graph(function, *specs):
 def _run(concrete, graph_def, *args):
     outputs = [tensor.name for tensor in concrete.outputs]
     inputs = [tensor.name for tensor in concrete.inputs]
-    observer = Observer(graph_def, observed_scopes(graph_def), inputs, outputs, Seen.look)
+    observer = observe.Observer(
+        graph_def, observe.observed_scopes(graph_def), inputs, outputs, Seen.look
+    )
     run = observer.run([[*map(tf.convert_to_tensor, args), *concrete.captured_inputs]])
     return run["", outputs[0].partition(":")[0], 0][-1]
 
@@ -41,10 +36,10 @@ def test_a_twin_computes_in_float32_node_by_node(low):
         return tf.cond(x[0] > 0, lambda: x + 2, lambda: x)
 
     concrete, graph_def = _graph(function, tf.TensorSpec([2]))
-    indexes = observed_scopes(graph_def)
-    twin = retyped(graph_def, indexes, "float32")
-    assert low_dtypes(indexes) == [low]
-    assert low_dtypes(observed_scopes(twin)) == []
+    indexes = observe.observed_scopes(graph_def)
+    twin = observe.retyped(graph_def, indexes, "float32")
+    assert observe.low_dtypes(indexes) == [low]
+    assert observe.low_dtypes(observe.observed_scopes(twin)) == []
     assert [node.name for node in twin.node] == [node.name for node in graph_def.node]
     stats = _run(concrete, twin, [1.0, 2.0])
     assert (stats.dtype, stats.max) == ("float32", 2 * 128.0**3 + 2)
@@ -55,12 +50,12 @@ def test_constants_get_the_values_they_had():
         tensor = original(value, *args, **kwargs)
         if tensor.dtype == tf.float16:
             proto = tf.make_tensor_proto(np.float32(value))
-            tf_private.set_attribute(tensor.op, UNROUNDED, proto)
+            tf_private.set_attribute(tensor.op, observe.UNROUNDED, proto)
         return tensor
 
     with patched_here(constant=constant):
         concrete, graph_def = _graph(lambda x: x + 1e-8, tf.TensorSpec((), tf.float16))
-    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
+    twin = observe.retyped(graph_def, observe.observed_scopes(graph_def), "float32")
     assert _run(concrete, twin, np.float32(0)).max == np.float32(1e-8)
     assert _run(concrete, graph_def, np.float16(0)).max == 0.0
 
@@ -73,7 +68,7 @@ def test_low_variables_stay_and_are_cast():
         return variable + x
 
     concrete, graph_def = _graph(function, tf.TensorSpec([2], tf.float16))
-    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
+    twin = observe.retyped(graph_def, observe.observed_scopes(graph_def), "float32")
     assert "AssignAddVariableOp" in {node.op for node in twin.node}
     stats = _run(concrete, twin, np.float32([1, 2]))
     assert stats.dtype == "float32"
@@ -84,8 +79,8 @@ def test_random_numbers_are_the_same_in_a_twin_and_in_every_run():
     concrete, graph_def = _graph(
         lambda x: x * tf.random.uniform([64], dtype=tf.float16), tf.TensorSpec((), tf.float16)
     )
-    graph_def = seeded(graph_def)
-    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
+    graph_def = observe.seeded(graph_def)
+    twin = observe.retyped(graph_def, observe.observed_scopes(graph_def), "float32")
     low, again = (_run(concrete, graph_def, np.float16(1)) for _ in range(2))
     assert low == again
     assert _run(concrete, twin, np.float32(1)).max == low.max
@@ -94,5 +89,5 @@ def test_random_numbers_are_the_same_in_a_twin_and_in_every_run():
 def test_the_graph_is_not_modified():
     _, graph_def = _graph(lambda x: x + 1, tf.TensorSpec([2], tf.float16))
     before = graph_def.SerializeToString(deterministic=True)
-    retyped(graph_def, observed_scopes(graph_def), "bfloat16")
+    observe.retyped(graph_def, observe.observed_scopes(graph_def), "bfloat16")
     assert graph_def.SerializeToString(deterministic=True) == before

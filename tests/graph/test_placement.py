@@ -16,19 +16,11 @@ from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.planning import structures
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
 from tfamp.planning.placement import place
-from tfamp.planning.structures import (
-    Edge,
-    GraphIndex,
-    IndexedNode,
-    Painting,
-    Reason,
-    Regions,
-    TypeSlot,
-)
 
 UNIT = 2.0**-20  # of times: sums of these are exact
 BUILT_IN = builtin_profile("cpu", bfloat16=True, float16=False)
@@ -44,16 +36,16 @@ def make_index(ops, edges):
     for position, op in enumerate(ops):
         attrs = ("SrcT", "DstT") if op == "Cast" else ("T",)
         first = len(slots)
-        slots += [TypeSlot(position, attr, None, "float32", True) for attr in attrs]
+        slots += [structures.TypeSlot(position, attr, None, "float32", True) for attr in attrs]
         own = tuple(range(first, len(slots)))
-        nodes.append(IndexedNode(f"n{position}", op, "", (), False, own))
+        nodes.append(structures.IndexedNode(f"n{position}", op, "", (), False, own))
         ins.append(own[0])
         outs.append(own[-1])
     made = []
     for source, port, target in edges:
         number = sum(edge.target == ins[target] for edge in made)
-        made.append(Edge(outs[source], ins[target], port, number, f"n{source}:{port}"))
-    return GraphIndex("", tuple(nodes), tuple(slots), tuple(made))
+        made.append(structures.Edge(outs[source], ins[target], port, number, f"n{source}:{port}"))
+    return structures.GraphIndex("", tuple(nodes), tuple(slots), tuple(made))
 
 
 @st.composite
@@ -71,7 +63,7 @@ def problems(draw, most=8):
     safe = [slot for slot in plain if draw(st.integers(0, 5))]
     grouped = draw(st.lists(st.sampled_from(safe), max_size=3, unique=True)) if safe else []
     looped = [slot for slot in safe if slot not in grouped][:2] if draw(st.booleans()) else []
-    regions = Regions(
+    regions = structures.Regions(
         fixed={},
         lists=(tuple(grouped),) if grouped else (),
         unsafe={},
@@ -81,7 +73,9 @@ def problems(draw, most=8):
     forced = {slot for slot in safe if not draw(st.integers(0, 9))}
     for group in (*regions.lists, *regions.loops):
         forced |= set(group) if forced.intersection(group) else set()
-    painting = Painting({slot: Reason("force_low", "") for slot in sorted(forced)}, {})
+    painting = structures.Painting(
+        {slot: structures.Reason("force_low", "") for slot in sorted(forced)}, {}
+    )
     times = st.integers(0, 12).map(UNIT.__mul__)
     costs = ScopeCosts(
         tuple(draw(st.tuples(times, times)) for _ in index.slots),
@@ -144,14 +138,14 @@ def test_it_is_the_best_of_all_placements(problem):
 def test_consumers_share_one_cast():
     # n0 is float32; each of the three behind it gains 2, which one Cast of 5 is worth.
     index = make_index(["Placeholder", "Add", "Add", "Add"], [(0, 0, 1), (0, 0, 2), (0, 0, 3)])
-    regions = Regions({}, (), {}, (), ())
+    regions = structures.Regions({}, (), {}, (), ())
     slots = ((0.0, 0.0), *[(4 * UNIT, 2 * UNIT)] * 3)
     casts = {(0, 0): 5 * UNIT}
     costs = ScopeCosts(slots, casts, (0.0,) * 4)
     safe = frozenset({1, 2, 3})
-    assert set(place(index, regions, Painting({}, {}), safe, costs).low) == {1, 2, 3}
+    assert set(place(index, regions, structures.Painting({}, {}), safe, costs).low) == {1, 2, 3}
     dearer = ScopeCosts(slots, {(0, 0): 7 * UNIT}, (0.0,) * 4)
-    found = place(index, regions, Painting({}, {}), safe, dearer)
+    found = place(index, regions, structures.Painting({}, {}), safe, dearer)
     assert not found.low
     assert {reason.text for reason in found.left.values()} == {
         "cheaper in float32: its Casts cost more than it gains"

@@ -76,10 +76,7 @@ def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        *({"activation": "tanh"}, {"units": 16}, {"max_error": 0.5}, {"dtype": "float16"}),
-        *({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"TFAMP_CACHE": "off"}),
-    ],
+    [{"units": 16}, {"max_error": 0.5}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"TFAMP_CACHE": "off"}],
 )
 def test_what_changes_is_measured_again(changes, folder, runs, monkeypatch):
     tune()
