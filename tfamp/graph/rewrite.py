@@ -26,6 +26,7 @@ from tfamp.planning.decision import Decision, PaintedScope, decide
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
+from tfamp.planning.structures import RewriteResult
 
 
 def rewrite_graph_def(
@@ -40,7 +41,7 @@ def rewrite_graph_def(
     placement: str = RewriteOptions.placement,
     device: str = RewriteOptions.device,
     profile: MachineProfile | None = None,
-) -> structures.RewriteResult:
+) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and pays.
 
     Args:
@@ -102,7 +103,7 @@ def rewrite_graph_def(
     use = GraphUse(fetches, feeds)
     options, graph = resolved(options), inlined(copied(graph_def), use.names)
     decision = convert_prepared(prepare(graph, options), options, use)
-    return structures.RewriteResult(graph.graph, decision.plan)
+    return RewriteResult(graph.graph, decision.plan)
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:

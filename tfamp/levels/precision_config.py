@@ -17,6 +17,7 @@ from typing import Any
 
 from tfamp.core import options
 from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
+from tfamp.core.options import GradClip, LossScale
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
 from tfamp.policy import Policy
@@ -83,8 +84,8 @@ class PrecisionConfig:
 
     level: str = "O2"
     dtype: str | None = None
-    loss_scale: options.LossScale | str | float | None = None
-    grad_clip: options.GradClip | None = None
+    loss_scale: LossScale | str | float | None = None
+    grad_clip: GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
     placement: str | None = None
@@ -190,9 +191,9 @@ def read_dtype(value: Any) -> str | None:
     return "float32" if name == "float32" else given_low_dtype(value)
 
 
-def _read_loss_scale(value: Any) -> options.LossScale | str | float | None:
+def _read_loss_scale(value: Any) -> LossScale | str | float | None:
     """Returns a loss scale as `LossScaleOptimizer` takes it, or "none" for none at all."""
-    if value is None or isinstance(value, options.LossScale):
+    if value is None or isinstance(value, LossScale):
         return value
     if isinstance(value, Mapping):
         # mmdetection has a separate key for the rule.
@@ -233,7 +234,7 @@ class EffectiveLevel:
 
     level: str
     dtype: str
-    loss_scale: options.LossScale | None
+    loss_scale: LossScale | None
     master_weights: bool
     config: PrecisionConfig
     reasons: tuple[str, ...]
@@ -246,7 +247,7 @@ class EffectiveLevel:
         return self.level == "O3" or self.master_weights or is_rounded
 
     @property
-    def optimizer_rule(self) -> options.LossScale | None:
+    def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
         Clipping, masters and rounding need one too; a fixed scale of 1 changes no gradient.
@@ -325,7 +326,7 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
     )
 
 
-def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> options.LossScale | None:
+def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
     if given is None:
         # With a scale of 1 the optimizer only skips nonfinite steps.
         given, why = "dynamic", f"the default of level {level} in {dtype}"
@@ -338,4 +339,4 @@ def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> optio
         reasons.append(f"loss scale: {given}, {why}.")
     if isinstance(given, str):
         return options.DynamicLossScale() if given == "dynamic" else None
-    return given if isinstance(given, options.LossScale) else options.FixedLossScale(given)
+    return given if isinstance(given, LossScale) else options.FixedLossScale(given)
