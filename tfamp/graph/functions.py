@@ -34,10 +34,6 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
-            # Makes all objects old ones, or the next collection would visit the new ones.
-            gc.freeze()
-            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
