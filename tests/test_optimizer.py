@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 import tfamp
 from helpers.cases import one_of_each
 from helpers.optimizers import plain_optimizers
-from helpers.training import (
-    assert_identical,
-    data,
-    small_model,
-    snapshot,
-    train_step,
-)
+from helpers.training import assert_identical, data, small_model, snapshot, train_step
 from tfamp.core.options import initial_state, next_state
 
 SCALE = 2.0**10

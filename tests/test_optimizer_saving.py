@@ -7,13 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import first_of, tiers
-from helpers.training import (
-    assert_same_values,
-    data,
-    small_model,
-    snapshot,
-    train_step,
-)
+from helpers.training import assert_same_values, data, small_model, snapshot, train_step
 
 # Values other than the defaults, so that a forgotten field shows.
 RULE = tfamp.DynamicLossScale(

@@ -50,14 +50,7 @@ def test_an_issue_is_found_alone_with_advice_and_source(name):
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [
-        SOUND,
-        gpu("H100", 9, 0),
-        gpu("RTX 4090", 8, 9),
-        gpu("unknown GPU"),
-    ],
-    ids=str,
+    "environment", [SOUND, gpu("H100", 9, 0), gpu("RTX 4090", 8, 9), gpu("unknown GPU")], ids=str
 )
 def test_a_sound_machine_has_none(environment):
     assert known_issues(environment) == ()

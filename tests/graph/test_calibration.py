@@ -36,7 +36,7 @@ def calibrated(function, ranges, dtype="float16", force_low=(), limits=None, **o
     limits = limits or Limits.default(dtype)
     use = GraphUse(names(function.outputs), names(function.inputs), ranges, limits)
     graph_def = inline_calls(function.graph.as_graph_def(), use.names)
-    return RewriteResult(graph_def, convert(graph_def, resolved(options), use).plan)
+    return RewriteResult(graph_def, convert(graph_def, resolved(options), use))
 
 
 def traced(function, *shapes):

@@ -14,12 +14,7 @@ from tfamp.interop import tf_private
 from tfamp.machine import profile_measure
 from tfamp.machine.profile_measure import NO_KERNEL, SIZES, works
 
-TINY = {
-    "matmuls": ((8, 8, 8),),
-    "convolutions": ((1, 4, 2, 2, 3),),
-    "elements": 64,
-    "traffic": 64,
-}
+TINY = {"matmuls": ((8, 8, 8),), "convolutions": ((1, 4, 2, 2, 3),), "elements": 64, "traffic": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +85,7 @@ def test_a_dtype_without_a_kernel_counts_as_very_slow(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "error"),
-    [
-        (tf.float32, tf.errors.UnimplementedError),
-        (tf.float16, tf.errors.ResourceExhaustedError),
-    ],
+    [(tf.float32, tf.errors.UnimplementedError), (tf.float16, tf.errors.ResourceExhaustedError)],
 )
 def test_what_cannot_be_measured_is_an_error_of_the_caller(dtype, error, monkeypatch):
     without_kernel(monkeypatch, "MatMul", dtype, error)

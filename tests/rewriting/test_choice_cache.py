@@ -31,7 +31,7 @@ def runs(monkeypatch):
 
     def together(call, count):
         found.append(call)
-        return 1.0 if getattr(call.func, "settings", None) else 2.0
+        return 2.0 if call.func.settings.dtype == "float32" else 1.0
 
     monkeypatch.setattr(tuning, "together", together)
     return found
@@ -65,6 +65,7 @@ def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
     timed = len(runs)
     again = tune(name="other")
     assert len(runs) == timed
+    assert again.best.experimental_get_tracing_count() == 1, "of the trace that was looked up"
     assert again.source == f"measured before, kept in {path}"
     assert again.source in again.to_text()
     assert again.rows == first.rows

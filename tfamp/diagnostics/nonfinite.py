@@ -49,12 +49,7 @@ _LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 
 
 def find_nonfinite(
-    model_or_fn: Any,
-    x: Any,
-    y: Any = None,
-    *,
-    loss: Any = None,
-    dtype: str | None = None,
+    model_or_fn: Any, x: Any, y: Any = None, *, loss: Any = None, dtype: str | None = None
 ) -> NonFiniteReport | None:
     """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 

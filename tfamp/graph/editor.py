@@ -209,10 +209,7 @@ class GraphEditor:
     """
 
     def __init__(
-        self,
-        graph: Any,
-        kept: Iterable[str] = (),
-        library: dict[str, GraphEditor] | None = None,
+        self, graph: Any, kept: Iterable[str] = (), library: dict[str, GraphEditor] | None = None
     ) -> None:
         self.graph = graph
         self.is_function = hasattr(graph, "node_def")

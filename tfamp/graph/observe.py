@@ -23,13 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import LOW_TYPES, PYTHON, GraphEditor, replace_nodes
-from tfamp.graph.functions import (
-    bodies,
-    copied,
-    has_old_control_flow,
-    new_suffix,
-    rename_functions,
-)
+from tfamp.graph.functions import bodies, copied, has_old_control_flow, new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey

@@ -102,8 +102,7 @@ def rewrite_graph_def(
     )
     use = GraphUse(fetches, feeds)
     options, graph = resolved(options), inlined(copied(graph_def), use.names)
-    decision = convert_prepared(prepare(graph, options), options, use)
-    return RewriteResult(graph.graph, decision.plan)
+    return RewriteResult(graph.graph, _convert(graph, options, use))
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
@@ -223,14 +222,19 @@ class PreparedGraph:
         return dataclasses.replace(self, graph=graph)
 
 
-def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
-    """Converts a graph in place; returns the decision.
+def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
+    """Converts a graph in place; returns the plan.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    return convert_prepared(prepare(GraphEditor(graph_def, use.names), options), options, use)
+    return _convert(GraphEditor(graph_def, use.names), options, use)
+
+
+def _convert(graph: GraphEditor, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
+    prepared = prepare(graph, options)
+    return convert_prepared(graph, options, decided(prepared, options, use))
 
 
 @collector_paused()
@@ -244,23 +248,29 @@ def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
     return PreparedGraph(graph, indexes, graph.weights)
 
 
-def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
-    """Decides about a graph, and converts it in place."""
-    graph = prepared.graph
-    passes = _passes_for(graph, options, carries_plan=True)
-    if _BIAS_SUMS in passes:
+@collector_paused()
+def decided(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
+    """Decides about a graph, which is not modified."""
+    if _BIAS_SUMS in _passes_for(prepared.graph, options, carries_plan=True):
         from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
-        options = with_sums(options, graph)
+        options = with_sums(options, prepared.graph)
+    return decide(prepared.indexes, prepared.weights, options, use)
+
+
+def convert_prepared(
+    graph: GraphEditor, options: RewriteOptions, decision: Decision
+) -> structures.RewritePlan:
+    """Converts a graph in place, as was decided; returns the plan."""
+    passes = _passes_for(graph, options, carries_plan=True)
     with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
-        decision = decide(prepared.indexes, prepared.weights, options, use)
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
         _run(passes, graph, options, decision.plan)
     if not decision.plan.summary.low_nodes:
         text = _nothing_converted(decision)
         warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())
-    return decision
+    return decision.plan
 
 
 def _nothing_converted(decision: Decision) -> str:

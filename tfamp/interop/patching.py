@@ -251,9 +251,7 @@ class Patch:
             self.release()
 
 
-def patched_here(
-    **replacements: Callable[..., Any],
-) -> contextlib.AbstractContextManager[None]:
+def patched_here(**replacements: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which functions replace symbols, for this thread only."""
     thread = threading.get_ident()
 

@@ -15,7 +15,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import tensorflow as tf
 
@@ -255,7 +255,12 @@ def device_kind_in_force() -> str:
                 return kind
         # The caller of this graph's function may be in a block too.
         graph = getattr(graph, "outer_graph", None)
-    return device_kind_of(_context()().device_name or "")
+    return device_kind_of(device_scope() or "")
+
+
+def device_scope() -> str | None:
+    """The device that `tf.device` blocks set for eager ops. Symbol: as `device_kind_in_force`."""
+    return cast("str | None", _context()().device_name)
 
 
 @functools.cache

@@ -14,12 +14,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.layer_dtypes import managed_layers, quantization_of
-from tfamp.levels.layer_policies import (
-    computing_layers_of,
-    layers_before,
-    path_of,
-    set_by_hand,
-)
+from tfamp.levels.layer_policies import computing_layers_of, layers_before, path_of, set_by_hand
 from tfamp.levels.precision_config import LEVELS, EffectiveLevel
 from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data

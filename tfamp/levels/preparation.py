@@ -40,11 +40,7 @@ from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
 from tfamp.levels.layer_policies import computing_layers_of, select
 from tfamp.levels.model_copy import copy_model, same_layers
-from tfamp.levels.precision_config import (
-    EffectiveLevel,
-    PrecisionConfig,
-    effective_level,
-)
+from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
 from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
@@ -576,6 +572,9 @@ def _measured_level(
         chosen = layer_policies.take_off(model, keep_by_hand=True)
         layer_policies.correct_symbolic_dtypes(model)
         program = keras_program(model, data)
+        if model.built and not model.optimizer.built:  # A trace that makes variables is made twice.
+            with model.distribute_strategy.scope():
+                model.optimizer.build(model.trainable_variables)
         ways = candidates_of(_as_fit_traces(model, model.train_step), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen)

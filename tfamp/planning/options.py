@@ -29,10 +29,7 @@ DEVICES = ("auto", "cpu", "gpu", "tpu")
 _ON_ERROR = ("raise", "keep")
 # Ops that accept float32 only, with successors that also accept low precision and keep statistics
 # in float32.
-SUCCESSORS = {
-    "FusedBatchNorm": "FusedBatchNormV2",
-    "FusedBatchNormGrad": "FusedBatchNormGradV2",
-}
+SUCCESSORS = {"FusedBatchNorm": "FusedBatchNormV2", "FusedBatchNormGrad": "FusedBatchNormGradV2"}
 
 
 class OpColors:

@@ -76,10 +76,7 @@ Arc: TypeAlias = tuple[Hashable, Hashable, float]
 
 
 def _slot_arcs(
-    free: Collection[int],
-    costs: ScopeCosts,
-    regions: Regions,
-    casts: Mapping[int, Sequence[int]],
+    free: Collection[int], costs: ScopeCosts, regions: Regions, casts: Mapping[int, Sequence[int]]
 ) -> Iterator[Arc]:
     """Arcs for the time of each slot, and for slots that must agree."""
     for slot in free:

@@ -23,7 +23,7 @@ from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted
+from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted, shared_plan
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
@@ -220,6 +220,10 @@ class RewrittenFunction(SaveableFunction):
         if plan is None:
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
+
+    def shared_plan(self) -> RewritePlan | None:
+        """Returns the plan in a context in which the trace is shared; None if it is not."""
+        return shared_plan(self._traced, self.settings)
 
     @property
     def dtype(self) -> str | None:

@@ -70,8 +70,7 @@ def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
 
 
 def _check_tables_are_read(traces: Iterable[Any]) -> None:
-    ops = {node.op for trace in traces for node in all_nodes(trace.graph.as_graph_def())}
-    if written := ops.intersection(_TABLE_WRITES):
+    if written := set[str]().union(*map(ops_of, traces)).intersection(_TABLE_WRITES):
         raise _cannot_restore(f"a lookup table ({', '.join(sorted(written))})")
 
 
@@ -80,6 +79,11 @@ def _cannot_restore(what: str) -> ValueError:
         f"The function uses {what}, whose state cannot be restored after a run. Give a function "
         "that takes the tensors as arguments, such as next(iterator), and leaves the rest out."
     )
+
+
+def ops_of(trace: Any) -> set[str]:
+    """Returns the op types in the graph of a concrete function and the functions that it calls."""
+    return {node.op for node in all_nodes(trace.graph.as_graph_def())}
 
 
 def draws_random(trace: Any) -> bool:

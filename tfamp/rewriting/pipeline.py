@@ -23,7 +23,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,12 @@ from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.graph import functions
 from tfamp.graph.calibration import measure
 from tfamp.graph.editor import SHAPES, GraphEditor
-from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
+from tfamp.graph.rewrite import PreparedGraph, convert_prepared, decided, prepare, resolved
 from tfamp.interop import tf_private
 from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import as_written
 from tfamp.layers.fused_norms import can_fuse, fits, normalize
+from tfamp.planning.decision import Decision
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
@@ -239,11 +240,31 @@ def converted(
         return _flat(traced).graph, None
     options, shared = resolved(options), _shared.get()
     if shared is None or shared.trace is not traced:
-        prepared, use = _prepared(function, traced, options)
+        graph, use = _prepared(function, traced, options)
+        decision = decided(graph, options, use)
     else:
-        shared.prepared = shared.prepared or _prepared(function, traced, options)
-        prepared, use = shared.prepared[0].copy(), shared.prepared[1]
-    return prepared.graph.graph, convert_prepared(prepared, options, use).plan
+        graph, decision = _shared_decision(shared, function, options)
+        graph = graph.copy()
+    return graph.graph.graph, convert_prepared(graph.graph, options, decision)
+
+
+def shared_plan(function: TracedFunction, options: RewriteOptions) -> RewritePlan | None:
+    """Returns the plan of a function whose trace is shared, None for another one."""
+    shared = _shared.get()
+    if options.dtype == FLOAT32 or shared is None or shared.trace is None:
+        return None
+    return _shared_decision(shared, function, resolved(options))[1].plan
+
+
+def _shared_decision(
+    shared: _Shared, function: TracedFunction, options: RewriteOptions
+) -> tuple[PreparedGraph, Decision]:
+    shared.prepared = shared.prepared or _prepared(function, shared.trace, options)
+    graph, use = shared.prepared
+    placement = "lists" if options.placement == "lists" else "min_cut"  # "fused" decides as this.
+    if placement not in shared.decisions:
+        shared.decisions[placement] = decided(graph, options, use)
+    return graph, shared.decisions[placement]
 
 
 def _prepared(
@@ -299,11 +320,12 @@ def _into_current_graph(
 
 @dataclass
 class _Shared:
-    """Values that rewrites of one function share: its trace, and the graph after the passes."""
+    """Values that rewrites of a function share: trace, graph after the passes, decisions."""
 
     python_function: Callable[..., Any]
     trace: Any = None
     prepared: tuple[PreparedGraph, GraphUse] | None = None
+    decisions: dict[str, Decision] = field(default_factory=dict)
 
 
 _shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)

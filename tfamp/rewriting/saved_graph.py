@@ -110,7 +110,7 @@ def rewrite_meta_graph(
     fetches = _distinct((*roles.fetches, *roles.bystanders))
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
-    plan = convert(graph, resolved(options), use).plan
+    plan = convert(graph, resolved(options), use)
     library |= functions.library_of(graph)
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))

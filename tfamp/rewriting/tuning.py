@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,17 +31,17 @@ from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import level_of_user
-from tfamp.interop.tf_private import xla_works
+from tfamp.interop.tf_private import device_scope, xla_works
 from tfamp.machine.hardware import find_profile, keep_in_cache
 from tfamp.machine.profile_measure import together
 from tfamp.planning.options import RewriteOptions, check_choice, strings
-from tfamp.planning.structures import FLOAT32
+from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 from tfamp.rewriting.choice_cache import VARIABLE, choice_file, fingerprint
 from tfamp.rewriting.function import RewrittenFunction, check_function
-from tfamp.rewriting.function_state import draws_random, kept_random_states, variables_of
+from tfamp.rewriting.function_state import draws_random, kept_random_states, ops_of, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
 from tfamp.torch_style.state import current_modes
 
@@ -53,9 +54,13 @@ ROUNDS, SECONDS = 10, 10.0
 _FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
 # A candidate may always compile this many seconds longer than float32.
 _LEAST_LIMIT = 1.0
+# After so many times float32's first two calls no round begins, unless float32 may be the fastest.
+_MOST_STARTS = 2.5
 # Short calls are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
+# The op of BatchNormalization layers in traces to rewrite; Keras has other ops in float32.
+_NORMALIZES = "FusedBatchNormV3"
 _HEADS = ("candidate", "time", "quartiles", "over float32", "error", "low ops", "")
 
 
@@ -241,9 +246,11 @@ def tune(
 
     float32, the function as it is, is always a candidate: the result is never slower. Another
     candidate is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    After the first call, which compiles, all candidates are timed once, those within a factor of
-    1.5 of the fastest again, and those within 15 % twice more. Further rounds are for those that
-    are not slower in three quarters of the rounds. Candidates with the same graph run once.
+    All candidates share one trace, and those with the same graph run once. The first call of each,
+    which compiles, runs in a thread while the next one is rewritten. Then all are timed once, those
+    within a factor of 1.5 of the fastest again, and those within 15 % twice more. Further rounds
+    are for those that are not slower in three quarters of the rounds. All rounds end after 2.5
+    times as long as the first two calls in float32 take.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run, and
     the report says so. It is measured again for another graph, version, machine or argument, for op
@@ -262,8 +269,9 @@ def tune(
         max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
             `TuneRow.error`. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
-        seconds: Time for the runs, after which no round begins except the first two. A candidate
-            whose first call takes this much longer than float32's is dropped.
+        seconds: After so many no round begins, except the first, and the second where float32 may
+            be the fastest. A candidate is dropped if its trace and first call take this much longer
+            than float32's.
 
     Returns:
         The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
@@ -317,12 +325,13 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
         # With one profile all candidates share the graph after the first passes.
         with kept_random_states():
             options = dataclasses.replace(options, profile=find_profile().profile)
-    traced = TracedFunction.of(fn)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
-    as_it_is = fn if isinstance(fn, kinds) else traced.unchanged()
+    as_it_is = fn if isinstance(fn, kinds) else TracedFunction.of(fn).unchanged()
+    # Its graph is that of the trace which all candidates share.
+    float32 = RewrittenFunction(fn, dataclasses.replace(options, dtype=FLOAT32))
     settings = {name: dataclasses.replace(options, placement=name) for name in placed}
     rewritten = [Candidate(name, RewrittenFunction(fn, settings[name])) for name in placed]
-    return [Candidate(FLOAT32, traced.unchanged(), as_it_is), *rewritten]
+    return [Candidate(FLOAT32, float32, as_it_is), *rewritten]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -332,13 +341,15 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
 class _Run:
     """A graph while it is measured: its trace, a call, the error and a time for each round.
 
-    `names` are the candidates with this graph, `first` is the time of the first call in seconds.
+    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is the
+    time of its trace and its first call in seconds.
     """
 
+    key: Any
     trace: Any
     call: Callable[[], Any]
     low_nodes: int
-    names: list[str] = field(default_factory=list)
+    names: list[str]
     error: float = math.nan
     first: float = 0.0
     repeats: int = 0
@@ -400,21 +411,22 @@ def compare_candidates(
                 f"data, got {leaf!r}."
             )
     limits = (max_error, rounds, seconds)
-    once = traced_once(TracedFunction.of(candidates[0].function))
+    once = traced_once(TracedFunction.of(candidates[0].function.written))
     # Autocast is off, and the report replaces the warning.
     with current_modes.set_to(None), warnings.catch_warnings(), once:
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
-            generator = keras_hooks.global_seed_generator()
+            begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
             path = _file_of(candidates, args, program, (*limits, kept))
-            found, draws = _kept_choice(path, candidates), False
+            draws = keras_hooks.global_seed_generator() is not generator
+            found = _kept_choice(path, candidates)
             if found is None:
-                runs = _traced(candidates, args)
-                draws = keras_hooks.global_seed_generator() is not generator
-                draws = draws or any(draws_random(each.trace) for each in runs)
-                found = _keep(path, _measured_choice(runs, args, restore_randoms, limits))
-    chosen = next(row for row in found.rows if row.chosen)
-    (way,) = (each for each in candidates if each.name == chosen.candidate)
+                runs = _measured(candidates, args, restore_randoms, limits, begin)
+                found = _keep(path, _choice_of(runs, max_error))
+            chosen = next(row for row in found.rows if row.chosen)
+            (way,) = (each for each in candidates if each.name == chosen.candidate)
+            if not (way.best or program):  # Its trace is there, which the graph was looked up by.
+                draws = draws or draws_random(way.function.get_concrete_function(*args))
     best = way.best or (way.function.copy() if draws else way.function)
     return TuneReport(name, dtype, max_error=max_error, best=best, **found._asdict())
 
@@ -477,16 +489,10 @@ def _keep(path: Path | None, found: _Choice) -> _Choice:
 # ---- Measuring -----------------------------------------------------------------------------------
 
 
-def _measured_choice(
-    runs: Sequence[_Run],
-    args: Sequence[Any],
-    restore_randoms: Callable[[], None],
-    limits: tuple[float | None, int, float],
-) -> _Choice:
-    with tf.init_scope():  # A tape around it must not record the runs.
-        _measure(runs, args, restore_randoms, _rounds(runs, *limits))
+def _choice_of(runs: Sequence[_Run], max_error: float | None) -> _Choice:
+    """Returns the fastest of measured runs that is faster than float32's and exact enough."""
     timed = [each for each in runs if each.times]
-    better = [each for each in timed if _is_within(each.error, limits[0])]
+    better = [each for each in timed if _is_within(each.error, max_error)]
     better = [each for each in better if each.is_faster_than(runs[0])]
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
     rows = tuple(row for each in timed for row in each.rows(each is chosen))
@@ -494,68 +500,110 @@ def _measured_choice(
     return _Choice(rows, max(len(each.times) for each in timed), dropped)
 
 
-def _traced(candidates: Sequence[Candidate], args: Sequence[Any]) -> list[_Run]:
-    """Traces candidates; those with the same graph become one run."""
-    runs: dict[Any, _Run] = {}
-    for each in candidates:
-        trace, plan = each.function.get_concrete_function(*args), None
-        # float32 has no plan, nor a function that could not be rewritten.
-        with contextlib.suppress(AttributeError, RewriteError):
-            plan = each.function.plan(*args)
-        is_fused = each.name == FUSED
-        if is_fused and not has_fused(trace.graph):
-            continue  # It equals "min_cut".
-        key = each.name if plan is None else (plan.retypes, plan.casts, is_fused)
-        low_nodes = 0 if plan is None else plan.summary.low_nodes
-        run = runs.setdefault(key, _Run(trace, partial(each.function, *args), low_nodes))
-        run.names.append(each.name)
-    return list(runs.values())
-
-
-def _measure(
-    runs: Sequence[_Run],
-    args: Any,
+def _measured(
+    candidates: Sequence[Candidate],
+    args: Sequence[Any],
     restore_randoms: Callable[[], None],
-    rounds: Iterable[Sequence[_Run]],
-) -> None:
-    """Fills in the errors and times of candidates, and restores the state."""
-    held = held_variables(variables_of([each.trace for each in runs], args))
+    limits: tuple[float | None, int, float],
+    begin: float,
+) -> list[_Run]:
+    """Traces candidates and times their runs, since a time; restores the state.
+
+    The first calls, which compile for seconds, are made in a thread, while this one traces.
+    """
+    known: dict[int, Any] = {}
+    held: list[tuple[Any, Any]] = []
+    references: list[Any] = []
+    bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
+    device = device_scope()
 
     def restore() -> None:
         put_back(held)
         restore_randoms()
 
-    references: list[Any] | None = None
-    bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
+    def call_first(run: _Run) -> None:
+        with tf.device(device):
+            restore()
+            handles = {id(each): each for each in variables_of([run.trace], args)}
+            held.extend(held_variables(handles[each] for each in handles.keys() - known.keys()))
+            known.update(handles)
+            begin = time.monotonic()
+            outputs = _float_tensors(run.trace(*args))
+            run.first += time.monotonic() - begin
+            references.extend(outputs if run is runs[0] else ())
+            run.error = output_error(outputs, references)
+            bar.add(1)
+
+    start = begin
+    thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[_Run]()
     try:
-        for each in runs:  # The first runs are not timed: they compile and set up kernels.
-            restore()
-            start = time.monotonic()
-            outputs = _float_tensors(each.call())
-            each.first = time.monotonic() - start
-            bar.add(1)
-            references = outputs if references is None else references
-            each.error = output_error(outputs, references)
-        for each in itertools.chain.from_iterable(rounds):
-            restore()
-            seconds = together(each.call, max(each.repeats, 1))
-            if not each.repeats:
-                each.repeats = min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
-                if each.repeats > 1:
-                    restore()
-                    seconds = together(each.call, each.repeats)
-            each.times.append(seconds)
-            bar.add(1)
+        # What compiles longest comes first.
+        for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
+            plan = _shared_plan_of(each)
+            key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
+            same = next((run for run in runs if run.key == key), None)
+            if same is not None:
+                same.names.append(each.name)
+                continue
+            if plan is None:  # A trace may run Python code that uses random numbers.
+                wait(calls)
+            if (run := _traced(each, args, key)) is not None:
+                runs.append(run)
+                run.first, start = time.monotonic() - start, time.monotonic()
+                calls.append(thread.submit(call_first, run))
+        for call in calls:
+            call.result()
+        order = [each.name for each in candidates]
+        runs.sort(key=lambda run: order.index(run.names[0]))
+        with tf.init_scope():  # A tape around it must not record the runs.
+            for run in itertools.chain.from_iterable(_rounds(runs, begin, *limits)):
+                restore()
+                _time(run, restore)
+                bar.add(1)
     finally:
+        thread.shutdown(cancel_futures=True)
         restore()
     bar.update(sum(1 + len(each.times) for each in runs), finalize=True)
+    return runs
+
+
+def _time(run: _Run, restore: Callable[[], None]) -> None:
+    seconds = together(run.call, max(run.repeats, 1))
+    if not run.repeats:
+        run.repeats = min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
+        if run.repeats > 1:
+            restore()
+            seconds = together(run.call, run.repeats)
+    run.times.append(seconds)
+
+
+def _shared_plan_of(candidate: Candidate) -> RewritePlan | None:
+    """The plan of a candidate whose trace is shared; others are traced by themselves."""
+    if isinstance(candidate.function, RewrittenFunction):
+        with contextlib.suppress(RewriteError):
+            return candidate.function.shared_plan()
+    return None
+
+
+def _traced(candidate: Candidate, args: Sequence[Any], key: Any) -> _Run | None:
+    """Traces a candidate; None if XLA has nothing to compile: it equals "min_cut"."""
+    function, low_nodes = candidate.function, 0
+    trace = function.get_concrete_function(*args)
+    if candidate.name == FLOAT32 and _NORMALIZES in ops_of(trace):
+        function = TracedFunction.of(function.written).unchanged()
+        trace = function.get_concrete_function(*args)
+    if candidate.name == FUSED and not has_fused(trace.graph):
+        return None
+    # float32 has no plan, nor a function that could not be rewritten.
+    with contextlib.suppress(AttributeError, RewriteError):
+        low_nodes = function.plan(*args).summary.low_nodes
+    return _Run(key, trace, partial(function, *args), low_nodes, [candidate.name])
 
 
 def _rounds(
-    runs: Sequence[_Run], max_error: float | None, rounds: int, seconds: float
+    runs: Sequence[_Run], begin: float, max_error: float | None, rounds: int, seconds: float
 ) -> Iterator[Sequence[_Run]]:
     """Yields the runs of each round: first all, then those that may still be the fastest."""
-    end = time.monotonic() + seconds - sum(each.first for each in runs)
     limit = runs[0].first + max(seconds, _LEAST_LIMIT)
     runs = [each for each in runs if each.first <= limit]
     for number in range(rounds):
@@ -570,7 +618,9 @@ def _rounds(
                 if each.seconds < longest
                 and (number < _CLOSE_ROUNDS or not fastest.is_faster_than(each))
             ]
-            if len(open_ones) == 1 or (number > 1 and time.monotonic() > end):
+            end = min(seconds, _MOST_STARTS * (runs[0].first + runs[0].seconds))
+            is_late = time.monotonic() - begin > end
+            if len(open_ones) == 1 or (is_late and (number > 1 or runs[0] not in open_ones)):
                 return
         yield open_ones
 

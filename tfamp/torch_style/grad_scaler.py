@@ -322,11 +322,7 @@ class GradScaler(tf.Module):
 
 
 # By method: the calls after which it raises until the next update.
-_TOO_LATE = {
-    "unscale": ("unscale", "step"),
-    "step": ("step",),
-    "minimize": ("unscale", "step"),
-}
+_TOO_LATE = {"unscale": ("unscale", "step"), "step": ("step",), "minimize": ("unscale", "step")}
 
 
 class _Record(GradientRecord):
