@@ -7,7 +7,6 @@ import pytest
 import tfamp
 from helpers import level_models
 from helpers.graph_asserts import op_dtypes
-from tfamp.levels import preparation
 from tfamp.machine import hardware
 from tfamp.rewriting import tuning
 
@@ -16,11 +15,11 @@ from tfamp.rewriting import tuning
 def timed(monkeypatch):
     """Fakes the times of candidates, which still run."""
     seconds = {"float32": 2.0, "lists": 1.0, "min_cut": 0.5, "O2": 0.25}
-    measured = {}
+    measured, original = {}, tuning.compare_candidates
 
     def compare(candidates, args, **kwargs):
         measured.update({each.name: each.function for each in candidates}, args=args)
-        return tuning.compare_candidates(candidates, args, rounds=1, **kwargs)
+        return original(candidates, args, rounds=1, **kwargs)
 
     def together(call, count):
         del count
@@ -34,7 +33,7 @@ def timed(monkeypatch):
         found = op_dtypes(call.func.get_concrete_function(*call.args))
         return "bfloat16" not in set().union(*found.values())
 
-    monkeypatch.setattr(preparation, "compare_candidates", compare)
+    monkeypatch.setattr(tuning, "compare_candidates", compare)
     monkeypatch.setattr(tuning, "together", together)
     return seconds, measured
 

@@ -253,7 +253,19 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     callbacks = given.arguments.get("callbacks")
     if _counting(model) and not isinstance(callbacks, keras.callbacks.CallbackList):
         given.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
+        build_optimizer(model)
     return original(*given.args, **given.kwargs)
+
+
+def build_optimizer(model: Any) -> None:
+    """Creates the optimizer's state: a step that creates variables is traced twice.
+
+    Not with a train step of the user's, which may train a part of the weights.
+    """
+    is_kerass = type(model).train_step is keras.Model.train_step and model.built
+    if is_kerass and model.trainable_variables and not model.optimizer.built:
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
 
 
 def _counting(model: Any) -> list[Any]:
