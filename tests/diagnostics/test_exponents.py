@@ -96,11 +96,7 @@ def test_a_divisor_shifts_the_histogram_and_both_bounds_are_exact(values, expone
 def test_shares_are_of_what_is_neither_zero_nor_nan():
     values = [0.0, 0.0, np.nan, 2.0**-25, 2.0**-24, 2.0**-15, 1.0, 65504.0, 65505.0, np.inf]
     found, _ = counted(tf.constant(values))
-    assert found.shares() == {
-        "under_2**-24": 1 / 7,
-        "under_2**-14": 3 / 7,
-        "over_65504": 2 / 7,
-    }
+    assert found.shares() == {"under_2**-24": 1 / 7, "under_2**-14": 3 / 7, "over_65504": 2 / 7}
     assert found.nonfinite == 2
     assert set(ExponentHistogram(zeros=3).shares().values()) == {0.0}
 

@@ -63,10 +63,7 @@ def test_functions_have_arguments_and_results_as_nodes():
     for index in functions:
         assert [node.op for node in index.nodes].count(ARGUMENT) == 1
         assert [node.op for node in index.nodes].count(RESULT) == 1
-    assert [node.op for node in graph.nodes if node.calls] == [
-        "PartitionedCall",
-        "PartitionedCall",
-    ]
+    assert [node.op for node in graph.nodes if node.calls] == ["PartitionedCall", "PartitionedCall"]
 
 
 def test_edges_know_port_input_and_spelling():

@@ -6,10 +6,7 @@ for a GPU of any compute capability.
 
 from __future__ import annotations
 
-PASSES = {
-    "float16": "auto_mixed_precision",
-    "bfloat16": "auto_mixed_precision_onednn_bfloat16",
-}
+PASSES = {"float16": "auto_mixed_precision", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 # Before 7.0 the pass does nothing.
 CAPABILITIES = ("7.0", "8.0", "9.0")
 

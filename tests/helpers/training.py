@@ -24,11 +24,7 @@ def small_model() -> keras.Sequential:
     """Two dense layers, initialised the same way at every call."""
     keras.utils.set_random_seed(3)
     return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(8, activation="relu"),
-            keras.layers.Dense(1),
-        ]
+        [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
     )
 
 

@@ -53,11 +53,7 @@ def by_policy(offset, dtype):
 def test_regression_learns_what_it_learns_under_a_policy(placement, dtype):
     offset = 2000
     model, optimizer = tfamp.prepare(
-        regressor(offset),
-        keras.optimizers.Adam(2e-3),
-        level="O1",
-        dtype=dtype,
-        placement=placement,
+        regressor(offset), keras.optimizers.Adam(2e-3), level="O1", dtype=dtype, placement=placement
     )
     reported, error = regress(model, optimizer, offset)
     assert dtype in op_dtypes(lambda: model.train_step((X[:8], X[:8, :1])))["MatMul"]

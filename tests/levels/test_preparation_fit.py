@@ -42,6 +42,32 @@ def going_on() -> dict[str, list]:
     return {"predicted": predict(model), "losses": fit(model)}
 
 
+def test_the_first_step_is_traced_once_and_own_steps_build_what_they_train():
+    calls = []
+
+    class Counted(keras.layers.Dense):
+        def call(self, inputs):
+            calls.append(inputs)
+            return super().call(inputs)
+
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            weights = self.trainable_variables[:2]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data[0]))
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    for made, expected in ((keras.Sequential, (2, 4)), (OwnStep, (4, 2))):
+        model = made([keras.layers.Flatten(), Counted(4), Counted(4)])
+        model.build(X.shape)
+        model.compile(keras.optimizers.SGD(momentum=0.9), "sparse_categorical_crossentropy")
+        model, optimizer = tfamp.prepare(model, level="O1", dtype="bfloat16")
+        calls.clear()
+        fit(model, steps_per_epoch=1)
+        assert (len(calls), len(optimizer.inner_optimizer.variables[2:])) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "dtype"),
