@@ -179,6 +179,19 @@ def test_a_generator_of_keras_is_made_by_the_program_and_not_by_tuning(timed):
     assert state.numpy().tolist() != before, "what is left draws from the program's"
 
 
+def test_a_calibrated_function_is_tuned_and_its_state_is_as_it_was(x, timed):
+    count = tf.Variable(0)
+
+    def step(x):
+        count.assign_add(1)
+        return tf.matmul(x * 1e3, x, transpose_b=True)
+
+    calibrated = tfamp.rewrite(step, dtype="float16", calibration=[(x,)] * 3)
+    report = tfamp.tune(calibrated, x, candidates=CANDIDATES, rounds=1)
+    assert [row.low_nodes for row in report.rows] == [0, 0, 0]
+    assert count.numpy() == 0
+
+
 def test_what_cannot_be_restored_is_refused():
     table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
     table.insert(tf.constant([1], tf.int64), [2.0])

@@ -249,7 +249,7 @@ def tune(
     All candidates share one trace, and those with the same graph run once. The first call of each,
     which compiles, runs in a thread while the next one is rewritten. Then all are timed once, those
     within a factor of 1.5 of the fastest again, and those within 15 % twice more. Further rounds
-    are for those that are not slower in three quarters of the rounds. All rounds end after 2.5
+    are for those that are not slower in three quarters of the rounds. No round begins after 2.5
     times as long as the first two calls in float32 take.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run, and
@@ -539,6 +539,8 @@ def _measured(
     try:
         # What compiles longest comes first.
         for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
+            if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
+                wait(calls)
             plan = _shared_plan_of(each)
             key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
             same = next((run for run in runs if run.key == key), None)
