@@ -565,7 +565,6 @@ def _measured_level(
         chosen = layer_policies.take_off(model, keep_by_hand=True)
         layer_policies.correct_symbolic_dtypes(model)
         program = keras_program(model, data)
-        build_optimizer(model)
         ways = tuning.candidates_of(_as_fit_traces(model, model.train_step), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen)
@@ -573,9 +572,10 @@ def _measured_level(
         with _keep_in_float32(kept):
             of_user = ({id(each) for each in kept}, chosen)
             numbers = [[id(each) in ids for ids in of_user] for each in layers_of(model)]
-            report = tuning.compare_candidates(
-                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers, program=program
-            )
+            build = functools.partial(build_optimizer, model)
+            given: dict[str, Any] = {"kept": numbers, "program": program, "before": build}
+            name, dtype = model.name, low.dtype
+            report = tuning.compare_candidates(ways, (data,), name=name, dtype=dtype, **given)
     return _found(report, config)
 
 

@@ -389,12 +389,13 @@ def compare_candidates(
     seconds: float = SECONDS,
     kept: Any = (),
     program: str = "",
+    before: Callable[[], Any] = lambda: None,
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
 
     If the user's cache has the choice, nothing runs. `kept` are the numbers of layers that stay
     float32: the program does not show them. `program` is a hash of the program, if it is known
-    without a trace.
+    without a trace. `before` is called before the function is traced.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or calls change what cannot be restored.
@@ -417,10 +418,13 @@ def compare_candidates(
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
             begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
+            if not program:
+                before()
             path = _file_of(candidates, args, program, (*limits, kept))
             draws = keras_hooks.global_seed_generator() is not generator
             found = _kept_choice(path, candidates)
             if found is None:
+                before()
                 runs = _measured(candidates, args, restore_randoms, limits, begin)
                 found = _keep(path, _choice_of(runs, max_error))
             chosen = next(row for row in found.rows if row.chosen)
