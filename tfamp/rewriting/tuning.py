@@ -246,11 +246,12 @@ def tune(
 
     float32, the function as it is, is always a candidate: the result is never slower. Another
     candidate is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    All candidates share one trace, and those with the same graph run once. The first call of each,
-    which compiles, runs in a thread while the next one is rewritten. Then all are timed once, those
-    within a factor of 1.5 of the fastest again, and those within 15 % twice more. Further rounds
-    are for those that are not slower in three quarters of the rounds. No round begins after 2.5
-    times as long as the first two calls in float32 take.
+    Candidates share one trace, and those with the same graph run once, unless variables are
+    arguments: then each is traced and runs. The first call of each, which compiles, runs in a
+    thread while the next one is rewritten. Then all are timed once, those within a factor of 1.5 of
+    the fastest again, and those within 15 % twice more. Further rounds are for those that are not
+    slower in three quarters of the rounds. No round begins after 2.5 times as long as the first two
+    calls in float32 take.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run, and
     the report says so. It is measured again for another graph, version, machine or argument, for op
@@ -531,9 +532,9 @@ def _measured(
             handles = {id(each): each for each in variables_of([run.trace], args)}
             held.extend(held_variables(handles[each] for each in handles.keys() - known.keys()))
             known.update(handles)
-            begin = time.monotonic()
+            called = time.monotonic()
             outputs = _float_tensors(run.trace(*args))
-            run.first += time.monotonic() - begin
+            run.first += time.monotonic() - called
             references.extend(outputs if run is runs[0] else ())
             run.error = output_error(outputs, references)
             bar.add(1)

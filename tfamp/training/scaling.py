@@ -262,7 +262,7 @@ def build_optimizer(model: Any) -> None:
 
     Not with a train step of the user's, which may train a part of the weights.
     """
-    is_kerass = type(model).train_step is keras.Model.train_step and model.built
+    is_kerass = type(model).train_step is keras.Model.train_step and model.built and model.compiled
     if is_kerass and model.trainable_variables and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
