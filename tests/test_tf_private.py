@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import tempfile
 import types
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.util import _pywrap_util_port
 
 import tfamp
 from tfamp.interop import tf_private
@@ -47,6 +49,14 @@ def test_ops_are_known_with_inputs_and_attributes_internal_ones_too():
     kinds = tf_private.attr_kinds("LRN")
     assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
     assert tf_private.attr_kinds("MatMull") == {}
+
+
+def test_onednn_is_in_use_as_the_environment_says_and_needs_no_switch_on_other_cpus(monkeypatch):
+    wanted = os.environ["TF_ENABLE_ONEDNN_OPTS"] == "1"
+    assert not _pywrap_util_port.IsX86Available() or tf_private.uses_onednn() == wanted
+    for name in ("IsMklEnabled", "IsX86Available"):
+        monkeypatch.setattr(_pywrap_util_port, name, lambda: False)
+    assert tf_private.uses_onednn()
 
 
 def test_a_missing_symbol_names_itself_and_the_versions(monkeypatch):

@@ -63,20 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tfamp {tfamp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor = commands.add_parser(
-        "doctor",
-        help="report what this machine computes fast, what 'auto' picks, what a model converts",
-        description=_doctor.__doc__,
-    )
+    text = "report what this machine computes fast, what 'auto' picks, what a model converts"
+    doctor = commands.add_parser("doctor", help=text, description=_doctor.__doc__)
     doctor.set_defaults(run=_doctor)
     text = "directory of a SavedModel, or a .keras file"
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    rewrite = commands.add_parser(
-        "rewrite",
-        help="write a SavedModel that computes in low precision where it is safe",
-        description=_rewrite.__doc__,
-    )
+    text = "write a SavedModel that computes in low precision where it is safe"
+    rewrite = commands.add_parser("rewrite", help=text, description=_rewrite.__doc__)
     rewrite.set_defaults(run=_rewrite)
     add = rewrite.add_argument
     add("src", metavar="SRC", help="directory of a SavedModel")
@@ -155,10 +149,8 @@ def _rewrite(args: argparse.Namespace) -> int:
     totals = plan.summary
     print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
     print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
-    print(
-        f"casts   {totals.casts}, {totals.cast_bytes / 1e6:.4g} MB and "
-        f"{totals.casts_of_unknown_size} of unknown size"
-    )
+    size = f"{totals.cast_bytes / 1e6:.4g} MB and {totals.casts_of_unknown_size} of unknown size"
+    print(f"casts   {totals.casts}, {size}")
     if args.report is not None:
         text = getattr(plan, _REPORTS[args.report.suffix])()
         args.report.write_text(text, encoding="utf-8")

@@ -120,42 +120,20 @@ def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_
     assert not lost
 
 
+PADDED = {"Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"}
+NOT_OURS = {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL
+CUDNN = {f"CudnnRNN{name}{version}" for name in ("", "Backprop") for version in ("", "V2", "V3")}
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "color", "more", "fewer"),
     [
-        (
-            "float16",
-            "auto",
-            "allow",
-            {"Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
-            {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL,
-        ),
-        (
-            "float16",
-            "gpu",
-            "allow",
-            {"BatchMatMulV3", "Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
-            {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL,
-        ),
+        ("float16", "auto", "allow", PADDED, NOT_OURS),
+        ("float16", "gpu", "allow", {"BatchMatMulV3", *PADDED}, NOT_OURS),
         ("float16", "cpu", "infer", set(), set()),
         ("float16", "auto", "deny", set(), set()),
         ("float16", "auto", "clear", {"StatelessWhile", "While"}, set()),
-        (
-            "bfloat16",
-            "auto",
-            "allow",
-            {
-                "BatchMatMulV3",
-                "Conv",
-                "CudnnRNN",
-                "CudnnRNNBackprop",
-                "CudnnRNNBackpropV2",
-                "CudnnRNNBackpropV3",
-                "CudnnRNNV2",
-                "CudnnRNNV3",
-            },
-            set(),
-        ),
+        ("bfloat16", "auto", "allow", {"BatchMatMulV3", "Conv", *CUDNN}, set()),
         ("bfloat16", "cpu", "infer", {"Pow", "RsqrtGrad"}, {"BiasAddGrad"}),
         ("bfloat16", "auto", "deny", set(), {"Pow"}),
         ("bfloat16", "auto", "clear", set(), {"ResizeBilinear"}),

@@ -25,6 +25,7 @@ import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.interop.keras_hooks import HOW_TO_CHANGE, runs_tensorflow
+from tfamp.interop.tf_private import uses_onednn
 from tfamp.machine import hardware
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
@@ -192,7 +193,7 @@ class Environment:
 
     Attributes:
         hardware: CPU, GPUs and TPU.
-        onednn: Whether TensorFlow may use oneDNN.
+        onednn: Whether TensorFlow uses oneDNN's kernels, where it has them.
         cuda_build: Whether TensorFlow was built for CUDA.
         kernels: The targets of GPU kernels: "sm_80" for machine code of one generation,
             "compute_90" for code that later ones compile at first use.
@@ -217,18 +218,14 @@ def read_environment(found: hardware.Hardware) -> Environment:
     build = tf.sysconfig.get_build_info()
     return Environment(
         hardware=found,
-        onednn=_flag("TF_ENABLE_ONEDNN_OPTS", default="1"),
+        onednn=uses_onednn(),
         cuda_build=bool(build.get("is_cuda_build")),
         kernels=tuple(build.get("cuda_compute_capabilities") or ()),
         old_libraries=old_libraries(importlib.metadata.version),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         tensor_float_32=tf.config.experimental.tensor_float_32_execution_enabled(),
-        nhwc_batch_norm=_flag(_PERSISTENT, default="0"),
+        nhwc_batch_norm=os.environ.get(_PERSISTENT, "0").lower() not in ("0", "false"),
     )
-
-
-def _flag(name: str, *, default: str) -> bool:
-    return os.environ.get(name, default).lower() not in ("0", "false")
 
 
 def old_libraries(installed: Callable[[str], str]) -> tuple[str, ...]:
@@ -331,10 +328,10 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
         "https://www.tensorflow.org/guide/mixed_precision",
     ),
     "onednn-off": (
-        lambda e: not e.onednn and (e.hardware.cpu_bfloat16 or e.hardware.cpu_float16),
-        "TF_ENABLE_ONEDNN_OPTS=0 switches oneDNN off, and with it this CPU's low-precision "
-        "instructions: bfloat16 is then slower than float32.",
-        "Unset TF_ENABLE_ONEDNN_OPTS before Python starts.",
-        "measured: TF_ENABLE_ONEDNN_OPTS=0 tfamp doctor",
+        lambda e: not e.onednn and not e.hardware.gpus,
+        "TensorFlow does not use oneDNN's kernels, by TF_ENABLE_ONEDNN_OPTS=0 or, without "
+        "AVX512-VNNI and AMX, by default. Float32 is often slower without, bfloat16 always.",
+        "Set TF_ENABLE_ONEDNN_OPTS=1 before Python starts, and compare times.",
+        "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/util/port.cc",
     ),
 }

@@ -75,11 +75,9 @@ def plot_loss_scale(history: Any) -> Figure:
     figure = _new_figure(3.4)
     (axes,) = figure.axes
     axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")
-    suggested = [
-        (record["step"], math.log2(record["suggested_scale"]))
-        for record in records
-        if record["suggested_scale"] and not record["gradients"]["nonfinite"]
-    ]
+    good = [each for each in records if not each["gradients"]["nonfinite"]]
+    pairs = ((each["step"], each["suggested_scale"]) for each in good)
+    suggested = [(step, math.log2(scale)) for step, scale in pairs if scale]
     if suggested:
         label = "suggested: most gradients in float16's normal range"
         axes.plot(*zip(*suggested, strict=True), "o--", color=GREEN, markersize=3, label=label)

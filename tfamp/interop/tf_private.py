@@ -102,6 +102,16 @@ def runtime_has_started() -> bool:
     return private_symbol(private("eager.context:context")(), "_context_handle") is not None
 
 
+def uses_onednn() -> bool:
+    """Whether TensorFlow runs oneDNN's kernels, or is for CPUs for which it has none.
+
+    Symbol: `tensorflow.python.util._pywrap_util_port.IsMklEnabled`. The environment variable does
+    not tell, as its default depends on the CPU.
+    """
+    is_x86, is_on = (f"util._pywrap_util_port:Is{name}" for name in ("X86Available", "MklEnabled"))
+    return bool(private(is_on)() or not private(is_x86)())
+
+
 # ---- For autocast --------------------------------------------------------------------------------
 
 

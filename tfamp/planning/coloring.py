@@ -284,11 +284,8 @@ def repaint_casts(rules: Rules, painting: Painting) -> None:
     """
     kept = {*rules.regions.fixed, *painting.denied}
     reason = Reason("cast", "every tensor it takes or gives here is converted")
-    casts = [
-        slot
-        for slot, ends in rules.index.cast_ends()
-        if slot not in kept and all(end in painting.low for end in ends)
-    ]
+    ends_of = {slot: ends for slot, ends in rules.index.cast_ends() if slot not in kept}
+    casts = [slot for slot, ends in ends_of.items() if painting.low.keys() >= set(ends)]
     painting.low.update(dict.fromkeys(casts, reason))
 
 

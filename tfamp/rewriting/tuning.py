@@ -426,7 +426,8 @@ def compare_candidates(
             found = _kept_choice(path, candidates)
             if found is None:
                 before()
-                runs = _measured(candidates, args, restore_randoms, limits, begin)
+                state = _State(args, restore_randoms)
+                runs = _measured(candidates, args, state, limits, begin)
                 found = _keep(path, _choice_of(runs, max_error))
             chosen = next(row for row in found.rows if row.chosen)
             (way,) = (each for each in candidates if each.name == chosen.candidate)
@@ -505,10 +506,30 @@ def _choice_of(runs: Sequence[_Run], max_error: float | None) -> _Choice:
     return _Choice(rows, max(len(each.times) for each in timed), dropped)
 
 
+class _State:
+    """What runs change: random states, and the variables of each graph, which are noted once."""
+
+    def __init__(self, args: Sequence[Any], restore_randoms: Callable[[], None]) -> None:
+        self._args, self._restore_randoms = args, restore_randoms
+        self._known: dict[int, Any] = {}
+        self._held: list[tuple[Any, Any]] = []
+
+    def note(self, trace: Any) -> None:
+        """Notes the values of a trace's variables, before its first call."""
+        handles = {id(each): each for each in variables_of([trace], self._args)}
+        new = [handle for key, handle in handles.items() if key not in self._known]
+        self._held += held_variables(new)
+        self._known |= handles
+
+    def restore(self) -> None:
+        put_back(self._held)
+        self._restore_randoms()
+
+
 def _measured(
     candidates: Sequence[Candidate],
     args: Sequence[Any],
-    restore_randoms: Callable[[], None],
+    state: _State,
     limits: tuple[float | None, int, float],
     begin: float,
 ) -> list[_Run]:
@@ -516,22 +537,15 @@ def _measured(
 
     The first calls, which compile for seconds, are made in a thread, while this one traces.
     """
-    known: dict[int, Any] = {}
-    held: list[tuple[Any, Any]] = []
-    references: list[Any] = []
     bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
     device = device_scope()
-
-    def restore() -> None:
-        put_back(held)
-        restore_randoms()
+    thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[_Run]()
+    references: list[Any] = []
 
     def call_first(run: _Run) -> None:
         with tf.device(device):
-            restore()
-            handles = {id(each): each for each in variables_of([run.trace], args)}
-            held.extend(held_variables(handles[each] for each in handles.keys() - known.keys()))
-            known.update(handles)
+            state.restore()
+            state.note(run.trace)
             called = time.monotonic()
             outputs = _float_tensors(run.trace(*args))
             run.first += time.monotonic() - called
@@ -539,39 +553,49 @@ def _measured(
             run.error = output_error(outputs, references)
             bar.add(1)
 
-    start = begin
-    thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[_Run]()
     try:
-        # What compiles longest comes first.
-        for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
-            if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
-                wait(calls)
-            plan = _shared_plan_of(each)
-            key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
-            same = next((run for run in runs if run.key == key), None)
-            if same is not None:
-                same.names.append(each.name)
-                continue
-            if plan is None:  # A trace may run Python code that uses random numbers.
-                wait(calls)
-            if (run := _traced(each, args, key)) is not None:
-                runs.append(run)
-                run.first, start = time.monotonic() - start, time.monotonic()
-                calls.append(thread.submit(call_first, run))
+        for run in _graphs(candidates, args, begin, lambda: wait(calls)):
+            runs.append(run)
+            calls.append(thread.submit(call_first, run))
         for call in calls:
             call.result()
         order = [each.name for each in candidates]
         runs.sort(key=lambda run: order.index(run.names[0]))
         with tf.init_scope():  # A tape around it must not record the runs.
             for run in itertools.chain.from_iterable(_rounds(runs, begin, *limits)):
-                restore()
-                _time(run, restore)
+                state.restore()
+                _time(run, state.restore)
                 bar.add(1)
     finally:
         thread.shutdown(cancel_futures=True)
-        restore()
+        state.restore()
     bar.update(sum(1 + len(each.times) for each in runs), finalize=True)
     return runs
+
+
+def _graphs(
+    candidates: Sequence[Candidate], args: Sequence[Any], start: float, settle: Callable[[], Any]
+) -> Iterator[_Run]:
+    """Yields each graph once, traced since a time: float32's, then what compiles longest.
+
+    `settle` waits for the runs of the graphs before.
+    """
+    runs: list[_Run] = []
+    for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
+        if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
+            settle()
+        plan = _shared_plan_of(each)
+        key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
+        same = next((run for run in runs if run.key == key), None)
+        if same is not None:
+            same.names.append(each.name)
+            continue
+        if plan is None:  # A trace may run Python code that uses random numbers.
+            settle()
+        if (run := _traced(each, args, key)) is not None:
+            run.first, start = time.monotonic() - start, time.monotonic()
+            runs.append(run)
+            yield run
 
 
 def _time(run: _Run, restore: Callable[[], None]) -> None:
@@ -619,12 +643,9 @@ def _rounds(
             allowed = [runs[0], *(each for each in runs[1:] if _is_within(each.error, max_error))]
             fastest = min(allowed, key=lambda each: each.seconds)
             longest = (_FAR if number == 1 else _CLOSE) * fastest.seconds
-            open_ones = [
-                each
-                for each in allowed
-                if each.seconds < longest
-                and (number < _CLOSE_ROUNDS or not fastest.is_faster_than(each))
-            ]
+            near = (each for each in allowed if each.seconds < longest)
+            is_early = number < _CLOSE_ROUNDS
+            open_ones = [each for each in near if is_early or not fastest.is_faster_than(each)]
             end = min(seconds, _MOST_STARTS * (runs[0].first + runs[0].seconds))
             is_late = time.monotonic() - begin > end
             if len(open_ones) == 1 or (is_late and (number > 1 or runs[0] not in open_ones)):
