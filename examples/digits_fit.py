@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import tfamp
+from tfamp.diagnostics import device_report
 from tfamp.machine.hardware import automatic_policy, detect
 
 BATCH = 64
@@ -196,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"auto is {auto} here: {automatic_policy(detect())[1]}.",
         f"A train step of a larger model: {verdict(report)}",
         GPU_POLICIES,
+        # Such as kernels that TensorFlow has for this machine and does not use.
+        *(f"{each.text}\n{each.advice}" for each in device_report().known_issues),
     )
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     if args.plot:

@@ -28,7 +28,7 @@ from benchmarks.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 # The generated sections of docs/benchmarks.md.
-SECTIONS = ["bfloat16", "PyTorch", "float16", "profile"]
+SECTIONS = ["bfloat16", "AVX2", "PyTorch", "float16", "profile"]
 
 
 def a_run():

@@ -507,7 +507,7 @@ def _choice_of(runs: Sequence[_Run], max_error: float | None) -> _Choice:
 
 
 class _State:
-    """What runs change: random states, and the variables of each graph, which are noted once."""
+    """State that runs change: random states and variables of graphs, each noted once."""
 
     def __init__(self, args: Sequence[Any], restore_randoms: Callable[[], None]) -> None:
         self._args, self._restore_randoms = args, restore_randoms
