@@ -37,22 +37,19 @@ def overview(run: Run) -> Table:
 
 
 def _not_measured(run: Run) -> tuple[str, ...]:
-    """A sentence for each reason."""
+    """A sentence for each reason and the systems that it stops on the same workloads."""
     titles = {name: each.title for name, each in SYSTEMS.items()} | {CONTROL.name: CONTROL.title}
-    found: dict[str, tuple[list[str], list[str]]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for each in run.workloads:
+        systems: dict[str, list[str]] = {}
         for name, reason in each.skipped.items():
-            systems, workloads = found.setdefault(reason.rstrip("."), ([], []))
-            systems.append(titles[name])
-            workloads.append(each.workload)
+            systems.setdefault(reason.rstrip("."), []).append(titles[name])
+        for reason, stopped in systems.items():
+            found.setdefault((" and ".join(stopped), reason), []).append(each.workload)
     return tuple(
-        f"Not measured: {_once(systems, ' and ')} on {_once(workloads, ', ')}: {reason}."
-        for reason, (systems, workloads) in found.items()
+        f"Not measured: {stopped} on {', '.join(workloads)}: {reason}."
+        for (stopped, reason), workloads in found.items()
     )
-
-
-def _once(names: list[str], separator: str) -> str:
-    return separator.join(dict.fromkeys(names))
 
 
 def over_peers(run: Run, system: str) -> Table:

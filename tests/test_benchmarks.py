@@ -108,6 +108,16 @@ def test_tables_have_the_ratios_first():
     assert losses.rows[3] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
 
 
+def test_a_reason_names_only_systems_that_it_stops_on_the_workload():
+    run, both = a_run(), {"tune": "slow", "auto": "slow"}
+    for name, skipped in {"lstm": both, "vit": both, "bert": {"auto": "slow"}}.items():
+        run.workloads.append(dataclasses.replace(run.workloads[0], workload=name, skipped=skipped))
+    assert report.overview(run).notes[2:] == (
+        'Not measured: tfamp.tune and tfamp.prepare, "auto" on lstm, vit: slow.',
+        'Not measured: tfamp.prepare, "auto" on bert: slow.',
+    )
+
+
 def test_a_step_is_compared_with_the_fastest_peer_and_with_pytorchs_best_way():
     run = a_run()
     slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0], first_call=18.0)

@@ -329,8 +329,8 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,
-        "TensorFlow does not use oneDNN's kernels, by TF_ENABLE_ONEDNN_OPTS=0 or, without "
-        "AVX512-VNNI and AMX, by default. Float32 is often slower without, bfloat16 always.",
+        "TensorFlow does not use oneDNN's kernels: TF_ENABLE_ONEDNN_OPTS=0, or the default of CPUs "
+        "without AVX512-VNNI and AMX. This can slow float32, and slows bfloat16 on AVX512.",
         "Set TF_ENABLE_ONEDNN_OPTS=1 before Python starts, and compare times.",
         "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/util/port.cc",
     ),
