@@ -116,6 +116,53 @@ def test_given_data_is_rounded_for_products_only():
     assert dtypes(plan, "Sub", "AddV2", "Mul") == {"float32"}
 
 
+def in_a_loop(row, *args):
+    results = [tf.TensorArray(tf.float32, 8), 0.0]
+    for i in tf.range(8):
+        result = row(*(each[i] for each in args))
+        results = [results[0].write(i, result), results[1] + tf.reduce_mean(result) / 8]
+    return results[0].stack(), results[1]
+
+
+# Ways to compute the rows of a result in a function of their own.
+INSIDE = {
+    "loop": in_a_loop,
+    "map": lambda row, *args: (
+        tf.map_fn(lambda each: row(*each), args, fn_output_signature=tf.float32),
+    ),
+    "branch": lambda row, *args: (
+        tf.cond(args[0][0, 0, 0] < 9, lambda: row(*args), lambda: args[1]),
+    ),
+    "compiled": lambda row, *args: (tf.function(row, jit_compile=True)(*args),),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(INSIDE, DTYPES, quick=4))
+def test_losses_and_masks_in_functions_are_as_in_the_graph(name, dtype):
+    large = tf.where(tf.range(8) == 1, -1e9, 0.0)[:, None] + tf.zeros_like(X)
+
+    def losses(x, y):
+        return INSIDE[name](lambda x, y: tf.square(hidden(x) - y), x[:, None], y[:, None])
+
+    def masked(x, mask):
+        def row(x, mask):
+            return tf.nn.softmax(x @ W[0] + mask) @ W[1]
+
+        results = INSIDE[name](row, x[:, None], mask[:, None])
+        captured = INSIDE[name](lambda x, _: row(x, mask[1:2]), x[:, None], mask[:, None])
+        return [each @ W[2] for each in (results[0], captured[0])]
+
+    low_only, both = {dtype}, {dtype, "float32"}
+    for function, given, products in ((losses, X + 2000.0, both), (masked, large, low_only)):
+        fast = tfamp.rewrite(tf.function(function), dtype=dtype, placement="lists")
+        inside = {n.dtype for n in fast.plan(X, given).nodes if n.scope and "MatMul" in n.op}
+        assert inside == products
+        for found, wanted in zip(fast(X, given), tf.function(function)(X, given), strict=True):
+            assert_close(found, wanted, dtype, depth=64)
+            if products == both:
+                np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
 def test_sizes_of_tensors_are_no_data():
     def scaled(x):
         return (hidden(x) / tf.sqrt(tf.cast(tf.shape(x)[-1], tf.float32))) @ W[2]

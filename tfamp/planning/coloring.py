@@ -70,10 +70,7 @@ class Rules:
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
             self.colors[slot] = "deny"
-        self.fanin, self.fanout = list(index.fanin), list(index.fanout)
-        for source, target in regions.implied:
-            self.fanin[target] = (*self.fanin[target], source)
-            self.fanout[source] = (*self.fanout[source], target)
+        self.fanin, self.fanout = neighbours(index, regions.implied)
 
     def is_free(self, slot: int) -> bool:
         """Whether the op and the structure allow a slot to be low."""
@@ -362,10 +359,8 @@ def find_regions(
             fixed.update(dict.fromkeys(node.slots, reason))
     lists: list[tuple[int, ...]] = []
     unsafe: dict[int, Reason] = {}
-    implied: list[tuple[int, int]] = []
     for handles, elements in _lists(index):
         lists.append(elements)
-        implied += _implied_edges(index, elements)
         reason = _why_unsafe(index, handles, elements, fixed)
         if reason is not None:
             unsafe.update(dict.fromkeys(elements, reason))
@@ -377,7 +372,7 @@ def find_regions(
         for slot in node.slots
         if index.slots[slot].dtype == FLOAT32
     )
-    return Regions(fixed, tuple(lists), unsafe, tuple(implied), loops)
+    return Regions(fixed, tuple(lists), unsafe, tuple(list_edges(index)), loops)
 
 
 def _structural_reason(index: GraphIndex, position: int) -> Reason | None:
@@ -451,12 +446,33 @@ def _why_unsafe(
     return None
 
 
-def _implied_edges(index: GraphIndex, elements: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Pairs (written, read) of elements of a list: values flow from the first to the second."""
-    for reader in elements:
-        handles = _handles(index, reader) if index.node_of(reader).op in LIST_READERS else ()
-        for slot in sorted(reach(handles, _linked_handles(index, index.fanin))):
-            writer = index.node_of(slot)
-            element = _element_slot(index, writer) if writer.op in LIST_WRITERS else None
-            if element is not None:
-                yield element, reader
+def list_edges(index: GraphIndex) -> Iterator[tuple[int, int]]:
+    """Yields pairs (written, read) of elements of lists: values flow from the first to the second.
+
+    Args:
+        index: A scope.
+    """
+    for reader, op in enumerate(index.ops):
+        if op in LIST_READERS and _element_slot(index, index.node_of(reader)) == reader:
+            handles = _handles(index, reader)
+            for handle in sorted(reach(handles, _linked_handles(index, index.fanin))):
+                writer = index.node_of(handle)
+                element = _element_slot(index, writer) if writer.op in LIST_WRITERS else None
+                if element is not None:
+                    yield element, reader
+
+
+def neighbours(
+    index: GraphIndex, implied: Iterable[tuple[int, int]]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Returns the fan-in and fan-out of a scope's slots with more edges, as through lists.
+
+    Args:
+        index: The scope.
+        implied: The pairs (source, target) to add.
+    """
+    fanin, fanout = list(index.fanin), list(index.fanout)
+    for source, target in implied:
+        fanin[target] = (*fanin[target], source)
+        fanout[source] = (*fanout[source], target)
+    return fanin, fanout

@@ -96,7 +96,8 @@ def decide(
     exact: dict[int, Reason] = {}
     if options.updates != "low":  # With exactly Grappler's lists there are none.
         fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
-        ends = ends_of(joined.scopes, joined.slots, fetched)
+        loops = [number for number, runs in enumerate(joined.runs) if runs > 1]
+        ends = ends_of(joined.scopes, joined.slots, loops, fetched)
         exact = exact_slots(joined.index, options.colors, ends, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.coloring import REDUCTIONS
+from tfamp.planning.coloring import REDUCTIONS, list_edges, neighbours
 from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
-    LINK,
     LOOPS,
     RESULT,
     GraphIndex,
@@ -58,8 +57,8 @@ CHOICES = op_types("""
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
 _DIFFERENCES = op_types("SquaredDifference Sub")
-# Nodes of loops and lists, which change as a whole or not at all.
-_CARRIERS = LOOPS | {LINK} | op_types("Enter Exit Merge NextIteration Switch")
+# Nodes of TensorFlow 1's loops, which change as a whole or not at all.
+_FRAMES = op_types("Enter Exit Merge NextIteration Switch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,19 @@ class Ends:
 
 
 def ends_of(
-    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]], fetched: Iterable[int]
+    scopes: Sequence[GraphIndex],
+    slots: Sequence[Sequence[int]],
+    joined: Collection[int],
+    fetched: Iterable[int],
 ) -> Ends:
     """Finds where the values of a graph and its functions come from, and where they go.
+
+    A call is such an end, for its caller and for the function: it keeps the dtypes of its boundary.
 
     Args:
         scopes: The scopes, each with its shapes; the graph itself is the first.
         slots: For each scope the slot of the joined graph for each of its slots.
+        joined: Positions of the functions that are joined with their loops.
         fetched: Positions of the nodes of the graph that are fetched.
     """
     ends = Ends()
@@ -96,14 +101,12 @@ def ends_of(
         is_scalar = scopes[0].shapes.get((position, 0)) == ()
         found = ends.scalars if is_scalar else ends.results
         found.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
-    # The functions that a SavedModel refers to, in a NoOp, are called from outside.
-    roots = [node for node in scopes[0].nodes if node.op == "NoOp"]
-    called = {name for node in roots for _, name in node.calls}
-    for scope, joined in zip(scopes, slots, strict=True):
-        is_called = scope.scope in called
+    for number, (scope, of_scope) in enumerate(zip(scopes, slots, strict=True)):
+        is_called = number not in joined
         for node in scope.nodes:
-            own = ((joined[slot], None) for slot in node.slots)
-            if node.op in _SOURCES or (is_called and node.op == ARGUMENT):
+            own = ((of_scope[slot], None) for slot in node.slots)
+            calls = node.calls and node.op not in LOOPS
+            if node.op in _SOURCES or calls or (is_called and node.op == ARGUMENT):
                 ends.given.update(own)
             elif is_called and node.op == RESULT:
                 ends.results.update(own)
@@ -114,10 +117,10 @@ def ends_of(
             if not stores and scope.nodes[position].op != RESULT:
                 continue
             if scope.shapes.get(scope.tensor(edge)) == ():
-                ends.scalars[joined[edge.source]] = None
+                ends.scalars[of_scope[edge.source]] = None
             elif stores:
-                ends.stored[joined[edge.source]] = None
-        ends.unused.update((joined[slot], None) for slot in _unused_scalars(scope))
+                ends.stored[of_scope[edge.source]] = None
+        ends.unused.update((of_scope[slot], None) for slot in _unused_scalars(scope))
     for slot in [*ends.scalars, *ends.results]:
         ends.unused.pop(slot, None)
     return ends
@@ -175,20 +178,27 @@ class _Values:
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
         self._sources, self._targets = (
             [[each for each in near if floats[each]] for near in table]
-            for table in (index.fanin, index.fanout)
+            for table in neighbours(index, list_edges(index))
         )
         nodes = (index.nodes[position] for position in index.producers_first)
         self._order = [slot for node in nodes for slot in node.slots if floats[slot]]
-        self._has_loops = not _CARRIERS.isdisjoint(self._ops)
+        self._has_loops = not (LOOPS | _FRAMES).isdisjoint(self._ops)
 
     def _moves(self, slot: int) -> bool:
         return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
 
     def _may_stay(self, slot: int) -> bool:
-        """Whether a slot could be low and is not part of a loop or a list."""
-        op, listed = self._ops[slot], self._colors[slot] in ("infer", "clear")
-        carries = op in _CARRIERS or "TensorList" in op or self._multiplies[slot]
-        return listed and self._index.slots[slot].can_be_low and not carries
+        """Whether a slot could be low, is no product, and can change alone."""
+        listed = self._colors[slot] in ("infer", "clear") and self._index.slots[slot].can_be_low
+        return listed and not self._multiplies[slot] and self._ops[slot] not in _FRAMES
+
+    def _walks(self, *grown: Collection[int]) -> Iterator[None]:
+        """Repeats a walk over the slots as long as it adds to sets; without loops one is enough."""
+        before, size = -1, 0
+        while before != size and (before < 0 or self._has_loops):
+            before = size
+            yield
+            size = sum(map(len, grown))
 
     def masked(self, dtype: str) -> dict[int, Reason]:
         """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
@@ -205,18 +215,21 @@ class _Values:
         # choices to the range of the dtype.
         fits = dict.fromkeys(constants, False)
         found: dict[int, Reason] = {}
-        for slot in self._order:
-            beyond = [each for each in self._sources[slot] if each in fits]
-            if not beyond or self._multiplies[slot]:
-                continue
-            chosen = self._ops[slot] in CHOICES and all(fits[s] or s in constants for s in beyond)
-            passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
-            if not chosen and not (passes_on and all(fits[s] for s in beyond)):
-                name = self._index.node_of(beyond[0]).name
-                text = f"a value beyond the range of {dtype} gets here from {name}"
-                found[slot] = Reason("mask", text)
-            if self._ops[slot] not in _BOUNDED:
-                fits[slot] = slot not in found
+        for _ in self._walks(found, fits):
+            for slot in self._order:
+                beyond = [each for each in self._sources[slot] if each in fits]
+                if not beyond or self._multiplies[slot]:
+                    continue
+                chosen = self._ops[slot] in CHOICES and all(
+                    fits[s] or s in constants for s in beyond
+                )
+                passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
+                if not chosen and not (passes_on and all(fits[s] for s in beyond)):
+                    name = self._index.node_of(beyond[0]).name
+                    text = f"a value beyond the range of {dtype} gets here from {name}"
+                    found[slot] = Reason("mask", text)
+                if self._ops[slot] not in _BOUNDED:
+                    fits[slot] = slot not in found
         for slot in reversed(self._order):
             # Arithmetic behind it would compute with the clipped value.
             behind = next((each for each in self._targets[slot] if each in found), None)
@@ -237,15 +250,16 @@ class _Values:
             if self._ops[slot] == "Cast":
                 data.update(self._index.node_of(slot).slots)
         neutral: set[int] = set()
-        for slot in self._order:
-            sources = [each for each in self._sources[slot] if each != slot]
-            if slot in data or self._multiplies[slot]:
-                continue
-            if data.isdisjoint(sources):
-                if neutral.issuperset(sources):
-                    neutral.add(slot)
-            elif self._moves(slot) or all(each in data or each in neutral for each in sources):
-                data.add(slot)
+        for _ in self._walks(data, neutral):
+            for slot in self._order:
+                sources = [each for each in self._sources[slot] if each != slot]
+                if slot in data or self._multiplies[slot]:
+                    continue
+                if data.isdisjoint(sources):
+                    if neutral.issuperset(sources):
+                        neutral.add(slot)
+                elif self._moves(slot) or all(each in data or each in neutral for each in sources):
+                    data.add(slot)
         return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
 
     def computing_with(self, data: Collection[int]) -> Iterable[int]:
@@ -290,7 +304,14 @@ class _Values:
         last = (
             s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
         )
-        return {**dict.fromkeys(found, _ON_THE_WAY), **dict.fromkeys(last, _COMPARED)}
+        kept = {**dict.fromkeys(found, _ON_THE_WAY), **dict.fromkeys(last, _COMPARED)}
+        # A list or a loop variable that holds low values only is as exact in low precision.
+        computed = (slot for slot in kept if not self._moves(slot))
+        behind = reach(computed, along(kept.__contains__, self._targets))
+        return {slot: why for slot, why in kept.items() if slot in behind or not self._holds(slot)}
+
+    def _holds(self, slot: int) -> bool:
+        return "TensorList" in self._ops[slot] or self._ops[slot] in LOOPS
 
     def _gradients(self, scalars: Iterable[int]) -> Collection[int]:
         """Slots computed by the products of gradients, which round their results.
@@ -301,16 +322,18 @@ class _Values:
         leads, through = self._ways(scalars, ())
         behind = [0] * len(self._ops)
         found: set[int] = set()
-        for slot in self._order:
-            sources = self._sources[slot]
-            for each in sources:
-                behind[slot] |= behind[each] | leads[each] & ~through[each]
-            is_gradient = False
-            if self._multiplies[slot]:
+        changed = True
+        while changed:
+            before = [*behind, len(found)]
+            for slot in self._order:
+                sources = self._sources[slot]
+                for each in sources:
+                    behind[slot] |= behind[each] | leads[each] & ~through[each]
                 operands = functools.reduce(operator.or_, (through[each] for each in sources), 0)
-                is_gradient = bool(behind[slot] & operands & ~leads[slot])
-            if is_gradient or not found.isdisjoint(sources):
-                found.add(slot)
+                is_gradient = self._multiplies[slot] and behind[slot] & operands & ~leads[slot]
+                if is_gradient or not found.isdisjoint(sources):
+                    found.add(slot)
+            changed = self._has_loops and before != [*behind, len(found)]
         return found
 
     def _ways(self, ends: Iterable[int], without: Collection[int]) -> tuple[list[int], list[int]]:
@@ -326,8 +349,7 @@ class _Values:
                 every, crossing = own.get(slot, 0), 0
                 for target in self._targets[slot]:
                     every |= leads[target]
-                    crosses = self._multiplies[target] or self._ops[target] in LOOPS
-                    crossing |= leads[target] if crosses else through[target]
+                    crossing |= (leads if self._multiplies[target] else through)[target]
                 changed |= (every, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = every, crossing
             changed &= self._has_loops  # Without them one walk back is enough.
