@@ -122,6 +122,7 @@ def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_
 
 PADDED = {"Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"}
 NOT_OURS = {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL
+POOLING, LOST = {"AvgPool", "AvgPool3D"}, {"ResizeNearestNeighborGrad", "ScatterNd"}
 CUDNN = {f"CudnnRNN{name}{version}" for name in ("", "Backprop") for version in ("", "V2", "V3")}
 
 
@@ -130,13 +131,14 @@ CUDNN = {f"CudnnRNN{name}{version}" for name in ("", "Backprop") for version in 
     [
         ("float16", "auto", "allow", PADDED, NOT_OURS),
         ("float16", "gpu", "allow", {"BatchMatMulV3", *PADDED}, NOT_OURS),
-        ("float16", "cpu", "infer", set(), set()),
+        ("float16", "cpu", "infer", set(), POOLING),
+        ("float16", "gpu", "infer", set(), set()),
         ("float16", "auto", "deny", set(), set()),
         ("float16", "auto", "clear", {"StatelessWhile", "While"}, set()),
         ("bfloat16", "auto", "allow", {"BatchMatMulV3", "Conv", *CUDNN}, set()),
-        ("bfloat16", "cpu", "infer", {"Pow", "RsqrtGrad"}, {"BiasAddGrad"}),
+        ("bfloat16", "cpu", "infer", {"Pow", "RsqrtGrad"}, {"BiasAddGrad", *POOLING}),
         ("bfloat16", "auto", "deny", set(), {"Pow"}),
-        ("bfloat16", "auto", "clear", set(), {"ResizeBilinear"}),
+        ("bfloat16", "auto", "clear", set(), LOST | {"ResizeBilinear"}),
     ],
 )
 def test_how_defaults_differ_from_grapplers(dtype, device, color, more, fewer):
@@ -152,8 +154,18 @@ def test_why_the_gradient_of_a_bias_stays_float32_on_a_cpu():
         gradient = tf.raw_ops.BiasAddGrad(out_backprop=upstream)
         total = tf.reduce_sum(upstream, 0)
     assert total.numpy().tolist() == [8192.0] * 4
-    # Once this fails, TensorFlow's kernel is repaired and the op can be inferred again.
+    # Once one of these fails, TensorFlow's kernel is repaired and the op can be low again.
     assert gradient.numpy().tolist() == [256.0] * 4
+
+
+def test_why_pooling_and_scattered_sums_stay_float32_on_a_cpu():
+    pixels = tf.fill((1, 32, 32, 1), tf.constant(0.75, tf.bfloat16))
+    with tf.device("CPU:0"):
+        mean = tf.nn.avg_pool2d(pixels, 32, 32, "VALID")
+        upsampled = tf.raw_ops.ResizeNearestNeighborGrad(grads=pixels, size=[1, 1])
+        scattered = tf.scatter_nd(tf.zeros((1024, 1), tf.int32), tf.reshape(pixels, [1024]), [1])
+    assert float(mean[0, 0, 0, 0]) > 0.9
+    assert max(float(upsampled[0, 0, 0, 0]), float(scattered[0])) < 400 < 0.75 * 1024
 
 
 @pytest.mark.parametrize("build", [OpLists.default, OpLists.grappler])
