@@ -123,11 +123,18 @@ def test_o1_rewrites_what_evaluate_and_predict_run_and_is_for_a_later_compile_to
     assert predicted.dtype == "float32"
     assert_computed_low(predicted, expected)
     assert_computed_low(model.predict_on_batch(X[:8]), expected[:8])
-    # It survives compiling again.
-    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
+    # It survives compiling again, with what has changed since the last step was traced.
+    _, first = tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
+    fit(model)
+    model.layers[0].trainable = False
+    frozen = model.layers[0].get_weights()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
     assert float(model.optimizer.loss_scale) == 64.0
     assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
+    fit(model)
+    assert int(model.optimizer.iterations) == int(first.iterations) == 2
+    for before, after in zip(frozen, model.layers[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 @pytest.mark.parametrize(

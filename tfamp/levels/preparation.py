@@ -492,9 +492,10 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
     def on_all_replicas(data: Any) -> Any:
         return tf.distribute.get_strategy().run(step, args=(data,))
 
-    # Keras traces its steps without AutoGraph.
-    rewritten = rewrite(tf.function(step, autograph=False))
-    on_replicas = rewrite(tf.function(on_all_replicas, autograph=False))
+    def rewritten(step: Callable[..., Any], data: Any) -> Any:
+        # Made for the trace around it only: Keras traces again after `compile`, which may have
+        # brought another optimizer or loss. Keras traces its steps without AutoGraph.
+        return rewrite(tf.function(step, autograph=False))(data)
 
     def around(original: Callable[..., Any], data: Any) -> Any:
         if traces_for_a_rewrite():
@@ -503,10 +504,10 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
             with autocast(dtype):
                 return original(data)
         if not replicas_share_graph():
-            return rewritten(data)
+            return rewritten(step, data)
         # A function that one replica traces alone cannot all-reduce.
         replica = tf.distribute.get_replica_context()
-        return replica.merge_call(lambda _, data: on_replicas(data), args=(data,))
+        return replica.merge_call(lambda _, data: rewritten(on_all_replicas, data), args=(data,))
 
     wrap_method(model, name, around)
     # find_nonfinite searches the graph that is trained.
