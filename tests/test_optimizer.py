@@ -131,17 +131,24 @@ def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
     np.testing.assert_array_equal(weight.numpy(), [0.125, 0.0])
 
 
-def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step():
+@pytest.mark.parametrize("traced", ["nothing", "both", "the step"])
+def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step(traced):
     weight, optimizer = one_weight()
 
-    @tf.function
     def step(gradient):
         optimizer.get_scaled_loss(1.0)
         optimizer.apply_gradients([(gradient, weight)])
 
-    optimizer.get_unscaled_gradients(scaled(1.0, 1.0))
-    step(scaled(0.5, 0.5)[0])
+    def both(looked_at, gradient):
+        optimizer.get_unscaled_gradients([looked_at])
+        step(gradient)
+
+    step = tf.function(step) if traced == "the step" else step
+    both = tf.function(both) if traced == "both" else both
+    for value in (1.0, np.inf):
+        both(scaled(value, 1.0)[0], scaled(0.25, 0.25)[0])
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    assert int(optimizer.skipped_steps) == 0
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -30,7 +30,9 @@ class GradientAccumulator(tf.Module):
     still divided by the full number; and they fail under `MirroredStrategy`.
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
-    `strategy.scope()`. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take as
+    `strategy.scope()`. In several functions, a window that ends in one of them leaves the sums of
+    variables that had no gradient when that one was traced for the next window: give zeros in
+    place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take as
     much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
 
     Source: `no_sync` and division by the number of micro-batches in PyTorch.
@@ -188,8 +190,8 @@ class GradientAccumulator(tf.Module):
             for i, total in enumerate(self._sums)
         ]
         self._optimizer.apply(means, self._window.variables, unscaled=True)
-        for total in self._sums:
-            total.assign(tf.zeros_like(total))
+        for i in had_gradient:
+            self._sums[i].assign(tf.zeros_like(self._sums[i]))
         self._count.assign(0)
 
 

@@ -269,9 +269,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             TypeError: `loss` is not a float tensor.
         """
         scaled = scaling.scaled_loss(loss, self.get_scale())
-        # Gradients that were unscaled elsewhere and never applied, to inspect them or because of an
-        # error, are not the gradients of this loss.
-        self.gradient_record.forget_elsewhere()
+        self.gradient_record.note_scaled_loss()
         return scaled
 
     @as_written
@@ -398,7 +396,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scaled = record.take(grads, targets, unscaled)
         float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            scaled, record.all_finite, self.grad_clip, float16_at
+            scaled, record.finite_before(scaled), self.grad_clip, float16_at
         )
         for observe in self.gradient_observers:
             observe(grads, variables, scaled.divisor, finite)

@@ -123,9 +123,15 @@ class GradientRecord:
         """Whether all gradients unscaled since the last step were finite, a bool tensor."""
         return ops.logical_not(self.nonfinite.is_set)
 
+    def finite_before(self, gradients: Gradients) -> Any:
+        """Whether the gradients of a step were finite when they were unscaled, if they were."""
+        if gradients.divisor is None:
+            return self.all_finite
+        return ops.logical_or(self.all_finite, ops.logical_not(self.unscaled.is_set))
+
     @property
     def last_call(self) -> str | None:
-        """The last call in this graph, "unscale" or "step"; None without one."""
+        """The last call in this graph, "scale", "unscale" or "step"; None without one."""
         return self._calls.current().last
 
     def unscale(self, optimizer: Any, gradients: list[Any], everywhere: bool = False) -> list[Any]:
@@ -161,12 +167,13 @@ class GradientRecord:
         calls = self._calls.end()
         self._calls.current().last = "step"
         # The range of the variable's own dtype was unknown when they were unscaled.
+        is_same = calls.last == "unscale"
         checked = [
-            id(gradient) in calls.tensors and dtype_name(target) not in LOW_PRECISION
+            is_same and id(gradient) in calls.tensors and dtype_name(target) not in LOW_PRECISION
             for gradient, target in zip(gradients, targets, strict=True)
         ]
         # Eager calls may be followed by a step in a function, which only the mark shows.
-        if unscaled is None and calls.last == "unscale" and not tf.executing_eagerly():
+        if unscaled is None and is_same and not tf.executing_eagerly():
             unscaled = True
         divisor = None if unscaled else as_tensor(self._scale)
         if unscaled is None:
@@ -177,10 +184,14 @@ class GradientRecord:
         """Forgets the calls in this graph."""
         self._calls.end()
 
-    def forget_elsewhere(self) -> None:
-        """Forgets that gradients were unscaled and not applied, unless it was in this graph."""
-        if self.last_call != "unscale":
-            self.unscaled.clear()
+    def note_scaled_loss(self) -> None:
+        """Forgets that gradients were unscaled and not applied: they are not of this loss.
+
+        They were looked at, or part of this loss, or of another backward pass of the same step,
+        whose gradients will be unscaled too.
+        """
+        self._calls.current().last = "scale"
+        self.unscaled.clear()
 
 
 @dataclass
