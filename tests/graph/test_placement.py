@@ -67,7 +67,6 @@ def problems(draw, most=8):
         fixed={},
         lists=(tuple(grouped),) if grouped else (),
         unsafe={},
-        implied=(),
         loops=(tuple(looped),) if len(looped) == 2 else (),
     )
     forced = {slot for slot in safe if not draw(st.integers(0, 9))}

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from helpers import graph_models, loops
 from tfamp.graph.index import build_indexes
-from tfamp.planning.coloring import find_regions
+from tfamp.planning.coloring import find_regions, neighbours
 from tfamp.planning.structures import Reason
 
 
@@ -29,8 +29,10 @@ def test_a_tensor_list_is_a_group_with_its_values_way_and_unsafe_with_a_fixed_me
     _, unsafe = regions_of(loops.tensor_list().graph.as_graph_def(), fetched)
     assert all("which is fixed" in reason.text for reason in unsafe.unsafe.values())
     assert unsafe.unsafe.keys() == set(group)
-    ways = {tuple(index.node_of(slot).op for slot in pair) for pair in regions.implied}
-    assert ways == {("TensorListSetItem", "TensorListGetItem")}
+    fanin, fanout = neighbours(index)
+    written = {index.node_of(slot).op for slot in group if set(fanout[slot]) & set(group)}
+    assert written == {"TensorListSetItem"}
+    assert all(set(fanin[s]) & set(group) for s in group if index.ops[s] == "TensorListGetItem")
 
 
 def test_a_tensor_list_that_goes_into_a_loop_is_unsafe():

@@ -70,7 +70,7 @@ class Rules:
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
             self.colors[slot] = "deny"
-        self.fanin, self.fanout = neighbours(index, regions.implied)
+        self.fanin, self.fanout = neighbours(index)
 
     def is_free(self, slot: int) -> bool:
         """Whether the op and the structure allow a slot to be low."""
@@ -372,7 +372,7 @@ def find_regions(
         for slot in node.slots
         if index.slots[slot].dtype == FLOAT32
     )
-    return Regions(fixed, tuple(lists), unsafe, tuple(list_edges(index)), loops)
+    return Regions(fixed, tuple(lists), unsafe, loops)
 
 
 def _structural_reason(index: GraphIndex, position: int) -> Reason | None:
@@ -446,33 +446,23 @@ def _why_unsafe(
     return None
 
 
-def list_edges(index: GraphIndex) -> Iterator[tuple[int, int]]:
-    """Yields pairs (written, read) of elements of lists: values flow from the first to the second.
+def neighbours(index: GraphIndex) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Returns the fan-in and fan-out of a scope's slots, also through TensorLists.
 
-    Args:
-        index: A scope.
-    """
-    for reader, op in enumerate(index.ops):
-        if op in LIST_READERS and _element_slot(index, index.node_of(reader)) == reader:
-            handles = _handles(index, reader)
-            for handle in sorted(reach(handles, _linked_handles(index, index.fanin))):
-                writer = index.node_of(handle)
-                element = _element_slot(index, writer) if writer.op in LIST_WRITERS else None
-                if element is not None:
-                    yield element, reader
-
-
-def neighbours(
-    index: GraphIndex, implied: Iterable[tuple[int, int]]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Returns the fan-in and fan-out of a scope's slots with more edges, as through lists.
+    Values flow from every slot that writes an element of a list to every slot that reads one.
 
     Args:
         index: The scope.
-        implied: The pairs (source, target) to add.
     """
     fanin, fanout = list(index.fanin), list(index.fanout)
-    for source, target in implied:
-        fanin[target] = (*fanin[target], source)
-        fanout[source] = (*fanout[source], target)
+    for reader, op in enumerate(index.ops):
+        if op not in LIST_READERS or _element_slot(index, index.node_of(reader)) != reader:
+            continue
+        handles = _handles(index, reader)
+        for handle in sorted(reach(handles, _linked_handles(index, index.fanin))):
+            writer = index.node_of(handle)
+            element = _element_slot(index, writer) if writer.op in LIST_WRITERS else None
+            if element is not None:
+                fanin[reader] = (*fanin[reader], element)
+                fanout[element] = (*fanout[element], reader)
     return fanin, fanout

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.coloring import REDUCTIONS, list_edges, neighbours
+from tfamp.planning.coloring import REDUCTIONS, neighbours
 from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -178,7 +178,7 @@ class _Values:
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
         self._sources, self._targets = (
             [[each for each in near if floats[each]] for near in table]
-            for table in neighbours(index, list_edges(index))
+            for table in neighbours(index)
         )
         nodes = (index.nodes[position] for position in index.producers_first)
         self._order = [slot for node in nodes for slot in node.slots if floats[slot]]

@@ -231,14 +231,12 @@ class Regions:
         fixed: Slots that must not change, with the reason.
         lists: Groups of float32 slots that hold elements of the same TensorLists.
         unsafe: Slots of groups that must stay float32, with the reason.
-        implied: Pairs (slot, slot): values flow from the first to the second through a TensorList.
         loops: Each NextIteration slot, followed by the Merge slots it feeds.
     """
 
     fixed: Mapping[int, Reason]
     lists: tuple[tuple[int, ...], ...]
     unsafe: Mapping[int, Reason]
-    implied: tuple[tuple[int, int], ...]
     loops: tuple[tuple[int, ...], ...]
 
 
