@@ -323,6 +323,7 @@ def test_a_monitor_goes_on_in_a_second_fit_and_can_be_taken_off():
         ({"every": 0}, ValueError, "every must be at least 1; got 0"),
         ({"jsonl": 3}, TypeError, "PathLike.*not int"),
         ({"jsonl": "/"}, ValueError, "must be a file to append to; / is a directory"),
+        ({"jsonl": f"{__file__}/log.jsonl"}, OSError, "test_monitor.py"),
         ({"every": 1.5}, TypeError, "every must be a whole number; got 1.5"),
         ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be at least 1"),
     ],

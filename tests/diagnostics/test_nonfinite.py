@@ -86,7 +86,7 @@ def test_the_suggested_loss_scale_works_and_twice_of_it_does_not():
     model = fault.model("mixed_float16")
     report = find_nonfinite(model, fault.x, fault.y)
     assert report.variable == "first/kernel"
-    exponent = int(report.fix.partition("initial_scale=2**")[2].partition(")")[0])
+    exponent = int(report.fix.partition("initial_scale=2**")[2].partition(",")[0])
     for scale, finite in ((2.0**exponent, True), (2.0 ** (exponent + 1), False)):
         model.optimizer.dynamic_scale.assign(scale)
         assert (find_nonfinite(model, fault.x, fault.y) is None) == finite
@@ -148,8 +148,6 @@ def test_raw_ops_of_a_function():
 
 def test_a_custom_loop_whose_loss_scale_explodes():
     weights = tf.Variable(tf.ones((8, 4)), name="weights")
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=2.0**30)
-    optimizer.build([weights])
 
     def step(x, y):
         with tf.GradientTape() as tape:
@@ -160,15 +158,22 @@ def test_a_custom_loop_whose_loss_scale_explodes():
         optimizer.apply_gradients(zip(gradients, [weights], strict=True))
         return loss
 
-    state = [weights, *(variable.value for variable in optimizer.variables)]
-    before = [value.numpy() for value in state]
     x, y = tf.ones((4, 8)), tf.zeros((4, 4))
-    for function in (step, tf.function(step)):
-        report = find_nonfinite(function, x, y)
-        assert (report.stage, report.op, report.kind) == ("loss_scale", "Cast", "overflow")
-        assert report.variable == "weights"
-    for old, new in zip(before, state, strict=True):
-        np.testing.assert_array_equal(old, new.numpy())
+    # A dynamic scale of 2**16 backs off by itself, a fixed one does not.
+    for rule in ({"initial_scale": 2.0**30}, {"loss_scale": 2.0**16}, {"initial_scale": 2.0**16}):
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(), **rule)
+        optimizer.build([weights])
+        state = [weights, *(variable.value for variable in optimizer.variables)]
+        before = [value.numpy() for value in state]
+        for function in (step, tf.function(step)):
+            report = find_nonfinite(function, x, y * 0 - 100.0)
+            if rule == {"initial_scale": 2.0**16}:
+                assert report is None
+                continue
+            assert (report.stage, report.op, report.kind) == ("loss_scale", "Cast", "overflow")
+            assert report.variable == "weights"
+        for old, new in zip(before, state, strict=True):
+            np.testing.assert_array_equal(old, new.numpy())
     scaler = tfamp.GradScaler(init_scale=2.0**30)  # Its scale counts as well.
 
     def scaled_step(x):
@@ -250,21 +255,51 @@ def test_wrong_arguments():
         find_nonfinite(model, x, x)
     with pytest.raises(TypeError, match="loss must be"):
         find_nonfinite(model, x, x, loss=3)
-    with pytest.raises(TypeError, match="one batch"):
-        find_nonfinite(model, tf.data.Dataset.from_tensors(x))
+    for batches in (tf.data.Dataset.from_tensors(x), iter([x])):
+        with pytest.raises(TypeError, match="one batch"):
+            find_nonfinite(model, batches)
     with pytest.raises(ValueError, match="x is an empty batch"):
         find_nonfinite(model, x[:0], x[:0, :2], loss="mse", dtype="float16")
 
 
 def test_a_model_at_level_o1_is_searched_in_the_graph_that_fit_runs():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(), "mse")
-    _, optimizer = tfamp.prepare(model, level="O1", dtype="float16")
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
     x, y = np.full((8, 4), 1e5, "float32"), np.ones((8, 1), "float32")
-    model.fit(x, y, verbose=0)
-    assert int(optimizer.skipped_steps) == 1
-    # A Cast that the rewrite of the whole graph makes; autocast's has another name.
-    assert "CastTo-float16" in find_nonfinite(model, x, y).node
+    for kind in (keras.Sequential, OwnStep):
+        model = kind([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(), "mse")
+        _, optimizer = tfamp.prepare(model, level="O1", dtype="float16")
+        model.fit(x, y, verbose=0)
+        assert int(optimizer.skipped_steps) == 1
+        # A Cast that the rewrite of the whole graph makes; autocast's has another name.
+        assert "CastTo-float16" in find_nonfinite(model, x, y).node
+
+
+def test_the_train_step_of_a_models_class_is_searched():
+    class OwnStep(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(1)
+
+        def call(self, x):
+            return self.head(x)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.exp(tf.cast(self(data[0]) * 0 + 100.0, tf.float16)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model, x = OwnStep(), np.ones((8, 4), "float32")
+    model(x)
+    model.compile(keras.optimizers.SGD())
+    assert find_nonfinite(model, x) is None
+    assert find_nonfinite(model, x, x[:, :1]).op == "Exp"
+    assert int(model.optimizer.iterations) == 0
 
 
 # ---- Which op of a function ----------------------------------------------------------------------

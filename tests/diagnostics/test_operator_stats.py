@@ -82,3 +82,12 @@ def test_a_model_counts_its_forward_pass_and_with_labels_its_train_step_and_noth
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_a_train_step_on_replicas_counts_on_all_and_can_be_taken_later(two_replicas):
+    with two_replicas.scope():
+        model = mlp()
+        model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    assert op_counts(model, X, Y)["MatMul"] == {"float32": 2 * 5}
+    model.fit(X, Y, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 1

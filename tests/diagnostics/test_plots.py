@@ -88,6 +88,8 @@ def test_a_monitor_its_history_and_its_file_are_drawn_alike(plot, tmp_path):
 def test_without_a_record_there_is_an_error(plot):
     with pytest.raises(ValueError, match="no record to show"):
         plot([])
+    with pytest.raises(ValueError, match="take a NumericsMonitor"):
+        plot({"loss": [0.5]})
 
 
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):

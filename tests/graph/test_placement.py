@@ -137,7 +137,7 @@ def test_it_is_the_best_of_all_placements(problem):
 def test_consumers_share_one_cast():
     # n0 is float32; each of the three behind it gains 2, which one Cast of 5 is worth.
     index = make_index(["Placeholder", "Add", "Add", "Add"], [(0, 0, 1), (0, 0, 2), (0, 0, 3)])
-    regions = structures.Regions({}, (), {}, (), ())
+    regions = structures.Regions({}, (), {}, ())
     slots = ((0.0, 0.0), *[(4 * UNIT, 2 * UNIT)] * 3)
     casts = {(0, 0): 5 * UNIT}
     costs = ScopeCosts(slots, casts, (0.0,) * 4)

@@ -25,11 +25,12 @@ class FloatFormat(NamedTuple):
     eps: float
 
 
-def given_low_dtype(dtype: Any) -> str | None:
+def given_low_dtype(dtype: Any, others: tuple[str, ...] = ()) -> str | None:
     """Returns the low dtype that an argument names; None for None and "auto".
 
     Args:
         dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto".
+        others: Names of other dtypes that are accepted.
 
     Raises:
         ValueError: It is anything else.
@@ -42,8 +43,8 @@ def given_low_dtype(dtype: Any) -> str | None:
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     if name is None or name == "auto":
         return None
-    if name not in LOW_PRECISION:
-        choices = ", ".join((*LOW_PRECISION, "auto"))
+    if name not in (accepted := (*LOW_PRECISION, *others)):
+        choices = ", ".join((*accepted, "auto"))
         raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.")
     return str(name)
 

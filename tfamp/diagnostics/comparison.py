@@ -213,6 +213,7 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
             f"compare takes a Keras model or layer; got {type(model).__name__}. Put the parts of a "
             "function into keras.layers.Layer subclasses, and these into a model."
         )
+    model_runs.check_batch(x)
     own = model_runs.low_dtype_of(model)
     low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
     if bound is not None:

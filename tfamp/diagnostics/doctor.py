@@ -140,6 +140,7 @@ def device_report() -> DeviceReport:
         >>> print(device_report().to_text())
         tfamp ...
     """
+    hardware.warn_of_unknown_variables()
     found = hardware.detect()
     build = tf.sysconfig.get_build_info()
     versions = {

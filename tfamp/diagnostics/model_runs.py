@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
@@ -64,6 +65,15 @@ def with_policies(policies: Iterable[tuple[Any, str]]) -> Iterator[None]:
         for layer, name in policies:
             undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
         yield
+
+
+def check_batch(x: Any) -> None:
+    """Raises a TypeError for what holds several batches."""
+    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset) or hasattr(x, "__next__"):
+        raise TypeError(
+            f"x must be one batch of arrays or tensors; got {type(x).__name__}. Give the x of one "
+            "batch, such as x, y = next(iter(data))."
+        )
 
 
 def check_compute_dtype(dtype: Any) -> None:

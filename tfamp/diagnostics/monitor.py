@@ -88,6 +88,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     Raises:
         ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a directory.
         TypeError: One of them is not an integer.
+        OSError: The folder of `jsonl` cannot be created.
         tf.errors.OpError: No event file can be created in the folder `tensorboard`.
 
     Example:
@@ -122,6 +123,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
         if self._jsonl is not None and self._jsonl.is_dir():
             raise ValueError(f"jsonl must be a file to append to; {self._jsonl} is a directory.")
+        if self._jsonl is not None:
+            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._events = (
             None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
         )
@@ -349,10 +352,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
-            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+            # JSON has no infinity, which the scale of Keras's own optimizer may become.
+            plain = json.loads(json.dumps(record), parse_constant=lambda name: None)
             # Opened for each record, so that the file ends with a complete line at any time.
             with self._jsonl.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+                file.write(json.dumps(plain, separators=(",", ":")) + "\n")
         if self._events is not None:
             _write_events(self._events, record)
 

@@ -1,6 +1,6 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-Data, loss scale and variables are checked first. Then the step is traced and run in its low dtype
+The step is traced. Data, loss scale and variables are checked first, then it runs in its low dtype
 and in float32, and all float tensors are observed. A tensor is *bad* if it has an infinity or a
 NaN. The report names the first op on the way to a bad result that made a bad tensor from finite
 inputs. An infinite constant alone is not a fault: masks are made of these, and softmax returns
@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path, unchanged
+from tfamp.diagnostics.model_runs import check_batch, check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
 from tfamp.diagnostics.nonfinite_step import LOSS_SCOPE, Path, Place, Step, bare_name, trace_step
 from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
@@ -72,9 +72,10 @@ def find_nonfinite(
         x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
             becomes the arguments of a function that takes as many.
         y: Targets of the batch, if any.
-        loss: A loss as for `compile`, or a function of targets and outputs. None is the loss that
-            the model is compiled with. With a loss, a function is a forward pass `fn(x)`, and
-            gradients are taken with respect to the variables it uses.
+        loss: The name of a Keras loss, a loss object, or a function of targets and outputs. None is
+            the loss that the model is compiled with, or its class's own `train_step`. With a loss,
+            a function is a forward pass `fn(x)`, and gradients are taken with respect to the
+            variables it uses.
         dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as under
             that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its own.
 
@@ -117,10 +118,7 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
             f"{type(model_or_fn).__name__}."
         )
     check_compute_dtype(dtype)
-    if isinstance(x, tf.data.Dataset):
-        raise TypeError(
-            "x must be one batch, not a data set. Give the x and y of next(iter(data))."
-        )
+    check_batch(x)
 
 
 def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:

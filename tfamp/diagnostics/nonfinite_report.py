@@ -214,12 +214,13 @@ _FIXES = {
         "also suggest a smaller learning rate or weight decay.{bfloat16}"
     ),
     "bad scale": (
-        "The loss scale is {power}. Start again from a scale such as 2**15, with "
-        "tfamp.LossScaleOptimizer, which keeps it within min_scale and max_scale."
+        "The loss scale is {power}. Start again from a scale such as 2**15, with a tfamp."
+        "LossScaleOptimizer or tfamp.GradScaler, which keep it within bounds."
     ),
     "large scale": (
-        "The loss scale {power} is too large for this step, {best} is not: "
-        "tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). bfloat16 needs no loss scale."
+        "The loss scale {power} is too large for this step, {best} is not: give "
+        "initial_scale={best}, or loss_scale= for a fixed one, to tfamp.LossScaleOptimizer, or "
+        "init_scale={best} to tfamp.GradScaler. bfloat16 needs no loss scale."
     ),
     "constant": (
         "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "

@@ -92,6 +92,13 @@ def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -
         )
     if not model_or_fn.built:
         model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
+    own = getattr(type(model_or_fn), "train_step", None)
+    if y is not None and loss is None and own not in (None, keras.Model.train_step):
+
+        def train_step(*data: Any) -> None:  # Its results are logs: metrics add up all steps.
+            own(model_or_fn, data)
+
+        return _trace_as_in_fit(model_or_fn, train_step, (x, y), (), dtype)
     return _trace_model(model_or_fn, x, y, loss, dtype)
 
 
@@ -121,6 +128,14 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
             scaled = optimizer.scale_loss
         trained = [variable.value for variable in model.trainable_variables]
         function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
+    step = _trace_as_in_fit(model, function, args, trained, dtype)
+    return dataclasses.replace(step, scale_adapts=getattr(optimizer, "dynamic", True))
+
+
+def _trace_as_in_fit(
+    model: Any, function: Callable[..., Any], args: Any, trained: Sequence[Any], dtype: str | None
+) -> Step:
+    """Traces a step of a model; at level O1 it is rewritten."""
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     function = tf.autograph.experimental.do_not_convert(function)
     rewrite: Any = getattr(wrapped_methods(model).get("train_step"), "rewrite", None)
@@ -131,13 +146,9 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     with computing_in(model, dtype), _losses_kept(model):
         inputs = tuple(keras.tree.map_structure(_as_input, args))
         step = _trace(function, inputs, trained)
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    return dataclasses.replace(
-        step,
-        rewritten_by="prepare" if is_rewritten else "",
-        variables=tuple(_named(variables)),
-        scale_adapts=getattr(optimizer, "dynamic", True),
-    )
+    variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
+    by = "prepare" if is_rewritten else ""
+    return dataclasses.replace(step, rewritten_by=by, variables=tuple(_named(variables)))
 
 
 def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
@@ -167,7 +178,8 @@ def _checked_loss(given: Any) -> Callable[[Any, Any], Any]:
     if not isinstance(given, str) and not callable(given):
         raise TypeError(
             f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
-            f"and outputs; got {given!r}."
+            f"and outputs; got {given!r}. For losses of several outputs compile the model with "
+            "them, and leave loss out."
         )
     loss: Callable[[Any, Any], Any] = keras.losses.get(given)
     return loss
@@ -307,6 +319,15 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     operations = tuple(operation.name for operation in graph.control_outputs)
     kept = [*outputs, *gradients, *operations]
     graph_def = flattened(graph.as_graph_def(add_shapes=False), kept).graph
+    reads = {
+        node_name(tensor): handles[id(value)]
+        for tensor, value in zip(inputs, values, strict=True)
+        if id(value) in handles
+    }
+    scale = next((v for v in graph.variables if _SCALE.search(bare_name(v))), None)
+    # The state of a loss scale that a step updates; a fixed scale is not part of it.
+    writes = (n.input[0] for n in graph_def.node if n.op == "AssignVariableOp")
+    written = {reads.get(node_name(handle), "").rpartition("/")[2] for handle in writes}
     return Step(
         graph_def=seeded(graph_def),
         inputs=tuple(inputs),
@@ -316,12 +337,9 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
         operations=operations,
         layers=layers,
         variables=tuple(variables),
-        reads={
-            node_name(tensor): handles[id(value)]
-            for tensor, value in zip(inputs, values, strict=True)
-            if id(value) in handles
-        },
-        scale=next((v for v in graph.variables if _SCALE.search(bare_name(v))), None),
+        reads=reads,
+        scale=scale,
+        scale_adapts="skipped_steps" not in written or "dynamic_scale" in written,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.index import build_indexes
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
+from tfamp.training.scaling import build_optimizer
 
 # Ops that only hold or pass on a value, or call functions, which are counted instead.
 _NOT_COUNTED = {ARGUMENT, RESULT} | op_types("""
@@ -36,8 +38,8 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> dict[str, dict[str, int]
         fn: What to count: a Python function or `tf.function`, also one that holds a tape and an
             optimizer; a concrete function, which needs no arguments; what `tfamp.rewrite` returns;
             a Keras layer or model. A compiled model with `x` and `y`, and perhaps sample weights,
-            as its only arguments stands for its train step; any other call of a model for its
-            forward pass.
+            as its only arguments stands for its train step, on all replicas; any other call of a
+            model for its forward pass.
         *args: Arguments of a call: tensors, arrays or `tf.TensorSpec`s.
         **kwargs: The same by name.
 
@@ -77,7 +79,9 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         )
     compiled = getattr(fn, "compiled", False) is True and hasattr(fn, "train_step")
     if compiled and len(args) in _STEP_ARGUMENTS and not kwargs:
-        return tf.function(lambda *data: fn.train_step(data)).get_concrete_function(*args)
+        build_optimizer(fn)  # Outside the trace, which would leave it half built.
+        run = functools.partial(fn.distribute_strategy.run, fn.train_step)
+        return tf.function(lambda *data: run(args=(data,))).get_concrete_function(*args)
     # A bound method would be traced once and its trace kept; a new function is dropped at the end.
     return tf.function(lambda *a, **k: fn(*a, **k)).get_concrete_function(*args, **kwargs)
 

@@ -213,6 +213,11 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
             "The history has no record to show. Train for more steps, or give NumericsMonitor a "
             "smaller `every`."
         )
+    if not all(isinstance(each, Mapping) and "loss_scales" in each for each in records):
+        raise ValueError(
+            "Plots take a NumericsMonitor, its history, a record of it, or the file of its jsonl=; "
+            f"got {history!r}."
+        )
     return list(records)
 
 

@@ -187,8 +187,7 @@ def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
 
 def read_dtype(value: Any) -> str | None:
     """Returns the name of a low dtype or float32; None for the machine's choice."""
-    name = getattr(value, "name", getattr(value, "__name__", value))
-    return "float32" if name == "float32" else given_low_dtype(value)
+    return given_low_dtype(value, ("float32",))
 
 
 def _read_loss_scale(value: Any) -> LossScale | str | float | None:

@@ -188,7 +188,7 @@ class _Values:
         return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
 
     def _may_stay(self, slot: int) -> bool:
-        """Whether a slot could be low, is no product, and can change alone."""
+        """Whether a slot could be low, does not multiply, and can change alone."""
         listed = self._colors[slot] in ("infer", "clear") and self._index.slots[slot].can_be_low
         return listed and not self._multiplies[slot] and self._ops[slot] not in _FRAMES
 
