@@ -301,3 +301,15 @@ def test_a_softmax_behind_a_choice_of_constants_stays_low(dtype):
         dtype=dtype,
     )
     assert dtypes(plan, "SelectV2", "Softmax") == {dtype}
+
+
+def test_an_epsilon_that_float16_does_not_have_is_not_zero():
+    def guarded(x):
+        h = tf.nn.relu(x @ W[0])
+        parts = h / (h + 1e-12), tf.math.log(h + 1e-8), tf.math.log(tf.maximum(h, 1e-9))
+        return [part @ W[1] for part in parts]
+
+    fast = tfamp.rewrite(tf.function(guarded), dtype="float16", placement="lists")
+    assert dtypes(fast.plan(X), "MatMul") == {"float16"}
+    for found, wanted in zip(fast(X), guarded(X), strict=True):
+        assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)

@@ -7,8 +7,9 @@ Four rules, all by structure and none by names:
   probabilities sum to 1. If a loss subtracts given data from predictions, the product that computes
   these stays float32 too, as the output layer does under a policy.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
-- **Masks.** A finite number beyond the range of the low dtype, as -1e9 for masked positions,
-  does not become infinite: arithmetic with it stays float32 up to the softmax.
+- **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
+  positions, does not become infinite, and 1e-12 not zero: arithmetic with it stays float32 up to
+  the next softmax or product.
 - **Normalizations.** See the second half.
 
 A product is an op of the allow list. The selected slots stay as they are and the passes work around
@@ -202,13 +203,14 @@ class _Values:
 
     def masked(self, dtype: str) -> dict[int, Reason]:
         """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
-        limit = float_format(dtype).max / 2  # Two of them may be added.
-        constants = {
-            slot
-            for node, largest in self._index.largest.items()
-            if largest > limit
-            for slot in self._index.nodes[node].slots
-        }
+        limits, nodes = float_format(dtype), self._index.nodes
+        large, constants = set[int](), set[int]()
+        for node, size in self._index.largest.items():
+            if size > limits.max / 2:  # Two of them may be added.
+                large.update(nodes[node].slots)
+            # An epsilon that becomes zero may be all that is divided by.
+            if size > limits.max / 2 or 0 < size < limits.smallest_subnormal / 2:
+                constants.update(nodes[node].slots)
         if not constants:
             return {}
         # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
@@ -220,9 +222,7 @@ class _Values:
                 beyond = [each for each in self._sources[slot] if each in fits]
                 if not beyond or self._multiplies[slot]:
                     continue
-                chosen = self._ops[slot] in CHOICES and all(
-                    fits[s] or s in constants for s in beyond
-                )
+                chosen = self._ops[slot] in CHOICES and all(fits[s] or s in large for s in beyond)
                 passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
                 if not chosen and not (passes_on and all(fits[s] for s in beyond)):
                     name = self._index.node_of(beyond[0]).name
