@@ -100,9 +100,7 @@ def found(backend):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_policies_fit_stateless_apply_and_loops_work_and_what_needs_tensorflow_says_so(
-    found, backend
-):
+def test_policies_fit_and_loops_work_and_what_needs_tensorflow_says_so(found, backend):
     assert found["policies"] == ["mixed_float16", "float32"]
     assert (found["compute"], found["returns"]) == ("float16", "float32")
     assert found["steps"] == 16

@@ -429,10 +429,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _record_step(self, finite: Any) -> None:
         """Updates the loss scale and its counters after a step with finite gradients or not."""
-        state = LossScaleState(
-            self.dynamic_scale, self.step_counter, self._skipped, self._consecutive
-        )
-        scaling.advance(state, self.rule, finite)
+        counters = self.step_counter, self._skipped, self._consecutive
+        scaling.advance(LossScaleState(self.dynamic_scale, *counters), self.rule, finite)
         self._last_finite.assign(finite)
         self.gradient_record.unscaled.clear()
         self.gradient_record.nonfinite.clear()

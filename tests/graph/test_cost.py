@@ -135,11 +135,8 @@ def test_a_cast_of_the_graph_costs_what_an_inserted_one_costs_and_nothing_betwee
 
 
 def test_an_unknown_dimension_counts_as_a_batch():
-    unknown = indexes_of(dense(rows=None))[0]
-    known = indexes_of(dense(rows=UNKNOWN_DIMENSION))[0]
-    found = [
-        times(index, estimate(index, ARITHMETIC, "bfloat16"), "y") for index in (unknown, known)
-    ]
+    indexes = [indexes_of(dense(rows=rows))[0] for rows in (None, UNKNOWN_DIMENSION)]
+    found = [times(each, estimate(each, ARITHMETIC, "bfloat16"), "y") for each in indexes]
     assert found[0] == found[1]
 
 

@@ -227,9 +227,7 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     shapes=st.booleans(),
     placement=st.sampled_from(["grappler", "lists", "min_cut"]),
 )
-def test_random_graphs_stay_valid_and_are_their_own_rewrite(
-    made, profile, dtype, shapes, placement
-):
+def test_random_graphs_stay_valid_and_as_they_are(made, profile, dtype, shapes, placement):
     graph_def = shaped(made.graph_def) if shapes else made.graph_def
     given_graph = graph_def.SerializeToString(deterministic=True)
     # The graphs' denied op is Pow.

@@ -31,9 +31,8 @@ def check(change):
     use = GraphUse(made.fetches, made.feeds)
     decision = decided(indexes, use, OpLists.grappler("bfloat16"))
     lists = OpLists.grappler("bfloat16")
-    after = rewrite_graph_def(
-        made.graph_def, made.fetches, dtype="bfloat16", op_lists=lists
-    ).graph_def
+    how = {"dtype": "bfloat16", "op_lists": lists}
+    after = rewrite_graph_def(made.graph_def, made.fetches, **how).graph_def
     change({node.name: node for node in after.node}, after)
     rewrite.verify_rewrite(GraphEditor(after), decision.scopes, decision.plan)
 

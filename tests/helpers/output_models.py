@@ -75,9 +75,8 @@ def with_cast():
 
 def sequential_with_cast():
     inner = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
-    return keras.Sequential(
-        [keras.Input((8,)), layers.Reshape((4, 2)), layers.TimeDistributed(inner)]
-    )
+    outer = [layers.Reshape((4, 2)), layers.TimeDistributed(inner)]
+    return keras.Sequential([keras.Input((8,)), *outer])
 
 
 def composite_layers():

@@ -154,9 +154,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize(("first", "way"), one_of_each(FIRST, TRAINERS, quick=2))
-def test_the_models_that_a_model_holds_have_the_same_dtypes_whatever_was_called_before(
-    low, way, first
-):
+def test_held_models_have_the_same_dtypes_whatever_was_called_before(low, way, first):
     model = TRAINERS[way](low, FIRST[first])
     model.compile("sgd", jit_compile=False)
     model.seen.clear()

@@ -121,9 +121,7 @@ def test_processes_that_measure_at_once_all_use_the_first_kept_profile(folder, m
 
 
 @pytest.mark.parametrize("where", ["file/tfamp", "~/.cache/tfamp"])
-def test_a_cache_that_cannot_be_written_is_a_warning(
-    where, folder, measured, monkeypatch, tmp_path
-):
+def test_a_cache_that_cannot_be_written_warns(where, folder, measured, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     path = Path(where) if where.startswith("~") else tmp_path / where
     monkeypatch.setattr(hardware, "cache_folder", lambda: path)
@@ -191,9 +189,7 @@ def test_an_argument_gives_the_profile_or_the_built_in_one(folder, measured, mon
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
-def test_a_graph_def_is_rewritten_without_a_look_at_cache_or_environment(
-    folder, measured, monkeypatch
-):
+def test_a_graph_def_is_rewritten_without_cache_or_environment(folder, measured, monkeypatch):
     monkeypatch.setenv("TFAMP_PROFILE", "nonsense")
     function = tf.function(lambda x: x @ x, autograph=False)
     graph = function.get_concrete_function(tf.TensorSpec((2048, 2048))).graph

@@ -125,9 +125,7 @@ def test_gpus_are_those_that_are_not_hidden_known_or_not(undetected, monkeypatch
         ("new", None, "float32"),
     ],
 )
-def test_a_capability_that_tensorflow_cannot_parse(
-    given, capability, policy, undetected, monkeypatch
-):
+def test_a_capability_tensorflow_cannot_parse(given, capability, policy, undetected, monkeypatch):
     # TensorFlow's own function, of a device that is there, given what a GPU's driver gives.
     (device,) = tf.config.list_physical_devices("CPU")
     details = {"device_name": "NVIDIA H100", "compute_capability": given}

@@ -18,9 +18,8 @@ from helpers.tolerances import assert_close
 from tfamp.machine import hardware
 
 DTYPES = ("float16", "bfloat16")
-both_dtypes = pytest.mark.parametrize(
-    "dtype", first_of(("bfloat16", "float16"), pytest.mark.nightly)
-)
+DTYPES = ("bfloat16", "float16")
+both_dtypes = pytest.mark.parametrize("dtype", first_of(DTYPES, pytest.mark.nightly))
 eager_and_traced = pytest.mark.parametrize(
     "run", [lambda f: f, tf.function], ids=["eager", "traced"]
 )

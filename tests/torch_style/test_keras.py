@@ -14,9 +14,8 @@ from helpers.tolerances import assert_close
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 DTYPES = ("float16", "bfloat16")
-both_dtypes = pytest.mark.parametrize(
-    "dtype", first_of(("bfloat16", "float16"), pytest.mark.nightly)
-)
+DTYPES = ("bfloat16", "float16")
+both_dtypes = pytest.mark.parametrize("dtype", first_of(DTYPES, pytest.mark.nightly))
 
 
 def values(*shape):

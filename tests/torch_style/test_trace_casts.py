@@ -59,9 +59,7 @@ def traced(function, dtype, cache_casts=True, around=False):
 
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_variable_used_twice_or_the_weights_of_a_layer_called_twice_are_cast_once(
-    w, dtype, around
-):
+def test_a_variable_used_twice_or_weights_of_a_layer_called_twice_are_cast_once(w, dtype, around):
     dense = keras.layers.Dense(4)
     dense.build((4, 4))
 

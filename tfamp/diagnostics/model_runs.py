@@ -79,9 +79,8 @@ def check_batch(x: Any) -> None:
 def check_compute_dtype(dtype: Any) -> None:
     """Raises a ValueError for an unsupported compute dtype; None, the model's own, is allowed."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"dtype must be one of {', '.join(COMPUTE_DTYPES)} or None; got {dtype!r}."
-        )
+        names = ", ".join(COMPUTE_DTYPES)
+        raise ValueError(f"dtype must be one of {names} or None; got {dtype!r}.")
 
 
 def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:

@@ -32,10 +32,7 @@ from tfamp.training.gradients import Gradients, on_every_replica, outside_the_gr
 _LOGGED_SHARES = ("under_2**-14", "over_65504")
 # Number of steps before a record whose loss scales are kept, at 16 bytes each on the device.
 _MOST_REMEMBERED = 100_000
-_HEADINGS = (
-    *("gradients of", "zeros", "<2^-24", "<2^-14", ">65504"),
-    *("unscaled <2^-24", "unscaled size"),
-)
+_HEADS = ("gradients of", "zeros", "<2^-24", "<2^-14", ">65504", "unscaled <2^-24", "unscaled size")
 _MOST_ROWS = 12
 
 # Called with gradients, variables, the divisor that the gradients still have to be divided by, and
@@ -251,7 +248,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         rows = [_row("all variables", record["gradients"])]
         rows += [_row(*each) for each in variables[:_MOST_ROWS]]
         if rest := variables[_MOST_ROWS:]:
-            rows.append((f"and {len(rest)} others", *[""] * (len(_HEADINGS) - 1)))
+            rows.append((f"and {len(rest)} others", *[""] * (len(_HEADS) - 1)))
         lines = [
             f"step {record['step']}: loss scale {_scale_text(record['loss_scale'])}, skipped "
             f"{record['skipped_steps']} steps, {record['consecutive_skipped_steps']} in a row",
@@ -259,7 +256,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         ]
         if record["first_nonfinite"] is not None:
             lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
-        return "\n".join([*lines, *table_lines([_HEADINGS, *rows], left=1)])
+        return "\n".join([*lines, *table_lines([_HEADS, *rows], left=1)])
 
     # What runs on the device.
 

@@ -295,10 +295,8 @@ def largest_finite(tensor: Any) -> float:
     content, numbers = tensor.tensor_content, tensor.float_val
     if not content and len(numbers) == 1:  # Most constants are; arrays take ten times as long.
         return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
-    magnitudes = np.abs(
-        np.frombuffer(content, np.float32) if content else np.array(numbers, np.float32)
-    )
-    return float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
+    sizes = np.abs(np.frombuffer(content, np.float32) if content else np.array(numbers, "float32"))
+    return float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
 
 
 def _places(args: Iterable[Any], values: Mapping[str, Any]) -> list[_Place]:

@@ -344,9 +344,8 @@ def _change(index: GraphIndex, body: GraphEditor, dtype: tf.DType) -> None:
 def _keeping(index: GraphIndex) -> set[str]:
     """Names of the nodes that keep their dtypes."""
     slots = index.slots
-    at_resources = {
-        slots[e.target].node for e in index.edges if slots[e.target].dtype == "resource"
-    }
+    targets = (slots[edge.target] for edge in index.edges)
+    at_resources = {slot.node for slot in targets if slot.dtype == "resource"}
     return {
         node.name
         for position, node in enumerate(index.nodes)

@@ -101,9 +101,8 @@ class OpLists(OpColors):
         for name in _OP_SETS:
             object.__setattr__(self, name, frozenset(strings(name, getattr(self, name))))
         if not isinstance(self.exact_statistics, bool):
-            raise TypeError(
-                f"exact_statistics must be True or False; got {self.exact_statistics!r}."
-            )
+            given = self.exact_statistics
+            raise TypeError(f"exact_statistics must be True or False; got {given!r}.")
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(

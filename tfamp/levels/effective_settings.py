@@ -141,10 +141,9 @@ class PrecisionSettings:
             weights.append(f"weight_rounding {self.weight_rounding}")
         if self.slots is not None:
             weights.append(f"{self.slots} slots")
-        clip = self.grad_clip
-        clipped = (
-            "" if clip is None else f"clipped to norm {clip.max_norm:g} of type {clip.norm_type}"
-        )
+        clip, clipped = self.grad_clip, ""
+        if clip is not None:
+            clipped = f"clipped to norm {clip.max_norm:g} of type {clip.norm_type}"
         return [
             ("level", level),
             ("dtype", self.dtype),
@@ -187,9 +186,8 @@ def settings_of(
         "reasons": ("prepare has not made it: each layer has the policy it was made with.",),
     }
     if level is not None:
-        values |= {
-            name: getattr(level, name) for name in ("level", "dtype", "loss_scale", "reasons")
-        }
+        names = ("level", "dtype", "loss_scale", "reasons")
+        values |= {name: getattr(level, name) for name in names}
         values["grad_clip"] = level.config.grad_clip
         values["master_weights"] |= level.master_weights
         values["weight_rounding"] = values["weight_rounding"] or level.config.weight_rounding

@@ -21,14 +21,7 @@ from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described, layers_of
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
-from tfamp.layers import layer_dtypes
-from tfamp.layers.model_calls import (
-    computing_specs_of,
-    manage,
-    manage_functional,
-    protect_values,
-    uncast_inputs,
-)
+from tfamp.layers import layer_dtypes, model_calls
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.precision_config import read_dtype
 from tfamp.policy import Policy, prepares_data
@@ -103,7 +96,7 @@ def correct_symbolic_dtypes_of(functional: Any) -> None:
         for node in keras_hooks.inbound_nodes(operation)
         if any(tensor.dtype in FLOAT_DTYPES for tensor in node.outputs)
     ]
-    with computing_specs_of(functional):
+    with model_calls.computing_specs_of(functional):
         for _ in range(_MOST_PASSES):
             # A list: any() of a generator would stop at the first change.
             changed = [_corrected(node) for node in nodes]
@@ -271,7 +264,9 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         if before is not None:
             layer.autocast = before.autocast
             layer_dtypes.give_policy(layer, before.policy)
-        elif isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
+        elif isinstance(layer, keras.layers.BatchNormalization) or model_calls.uncast_inputs.get(
+            layer
+        ):
             layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, now)
@@ -324,7 +319,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
             _put_on(layer, policy, keeps)
     for functional, owner in functionals_of(model):
         correct_symbolic_dtypes_of(functional)
-        manage_functional(functional, owner)
+        model_calls.manage_functional(functional, owner)
     layer_dtypes.models_below_become_parts(model)
 
 
@@ -333,7 +328,7 @@ def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
     layers_before.set(layer, Before(layer_dtypes.policy_of(layer), layer.autocast, given))
     if not keeps:
         layer_dtypes.give_policy(layer, policy.name)
-    manage(layer, policy)
+    model_calls.manage(layer, policy)
     if layer.built:
         return
 
@@ -409,7 +404,7 @@ def set_layer_dtype(
         undo.callback(note_state(model_or_layer))
         for layer in targets:
             _set(layer, name)
-            protect_values(layer)
+            model_calls.protect_values(layer)
         correct_symbolic_dtypes(model_or_layer)
         for layer in targets:
             layer_dtypes.retype_followers(layer)

@@ -81,9 +81,8 @@ def _from_config(model: Any) -> Any:
             "registered_name": type(model).__name__,
         }
         with policy_scope(float_policy(model) or "float32"):
-            return keras.saving.deserialize_keras_object(
-                config, custom_objects=classes, safe_mode=False
-            )
+            make = keras.saving.deserialize_keras_object
+            return make(config, custom_objects=classes, safe_mode=False)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise ValueError(
             f"{model.name} ({type(model).__name__}) stores its weights in another dtype at this "

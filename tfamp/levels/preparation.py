@@ -27,14 +27,7 @@ from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph, xla_works
-from tfamp.layers.layer_dtypes import (
-    WeakMap,
-    become_part,
-    give_policy,
-    in_float32,
-    is_plain,
-    managed_layers,
-)
+from tfamp.layers import layer_dtypes
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
@@ -71,7 +64,7 @@ class _Record:
     rewrite: Callable[..., Any] | None
 
 
-_prepared: WeakMap[_Record] = WeakMap()
+_prepared: layer_dtypes.WeakMap[_Record] = layer_dtypes.WeakMap()
 
 
 class _Pair(NamedTuple):
@@ -202,9 +195,8 @@ def prepare(
         slots=slots,
     )
     given = prepared_optimizer.read_optimizer(model, optimizer)
-    wanted = prepared_optimizer.with_needed_masters(
-        effective_level(chosen, hardware.detect()), given
-    )
+    level_here = effective_level(chosen, hardware.detect())
+    wanted = prepared_optimizer.with_needed_masters(level_here, given)
     kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     if example_batch is not None:
         wanted = _measured_level(model, wanted, kept, example_batch)
@@ -372,7 +364,7 @@ def _level_on_copy(
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
         # The given model has the policies of the copy while it is copied.
         for layer in _low_layers(model):
-            give_policy(layer, "float32")
+            layer_dtypes.give_policy(layer, "float32")
         # The policies without a level, to restore them later.
         base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
         mixed = level.level == "O2" and level.low_weights
@@ -407,7 +399,7 @@ def _low_layers(model: Any) -> list[Any]:
     """Returns the layers whose low policy is the model's default, not a user's choice."""
     default = layer_policies.default_policy(model)
     own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
-    return [x for x in own if default in LOW_PRECISION and is_plain(x.dtype_policy)]
+    return [x for x in own if default in LOW_PRECISION and layer_dtypes.is_plain(x.dtype_policy)]
 
 
 def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: set[int]) -> None:
@@ -421,20 +413,20 @@ def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen:
         layers = computing_layers_of(model)
         preparing = [layer for layer in layers if prepares_data(type(layer))]
         left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
-        layers = [x for x in layers if is_plain(x.dtype_policy) and id(x) not in left]
+        layers = [x for x in layers if layer_dtypes.is_plain(x.dtype_policy) and id(x) not in left]
     elif level.low_weights:
         for held in layer_policies.models_held_by_models(model):
-            become_part(held)  # its weights become low, like its holder's
+            layer_dtypes.become_part(held)  # its weights become low, like its holder's
         layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
     for layer in layers:
-        give_policy(layer, level.dtype)
+        layer_dtypes.give_policy(layer, level.dtype)
 
 
 def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
     """Gives a copy with low weights the kernels and outputs of the O2 model it was made from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:
-        record = managed_layers.get(old)
+        record = layer_dtypes.managed_layers.get(old)
         if record is not None and record.follows_input and not record.raised:
             manage(new, policy)
     for held in layer_policies.models_held_by_models(made):
@@ -519,7 +511,7 @@ def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwar
         return original(*args, **kwargs)
     with autocast(dtype):
         outputs = original(*args, **kwargs)
-    return keras.tree.map_structure(in_float32, outputs)
+    return keras.tree.map_structure(layer_dtypes.in_float32, outputs)
 
 
 def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -533,7 +525,7 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if traces_for_a_rewrite():
         return _under_kept_scope(original, *args, **kwargs)
     with autocast(enabled=False), reading_variables_in(None):
-        args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
         return original(*args, **kwargs)
 
 

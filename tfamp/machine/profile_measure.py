@@ -95,9 +95,8 @@ class Work:
         """Times the work in each dtype that has a kernel."""
         for dtype, known in self.best.items():
             repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(
-                known, together(self.make(dtype), repeats, tf.raw_ops.SyncDevice)
-            )
+            seconds = together(self.make(dtype), repeats, tf.raw_ops.SyncDevice)
+            self.best[dtype] = min(known, seconds)
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:

@@ -197,9 +197,8 @@ def spread_deny_forward(rules: Rules, painting: Painting) -> None:
         return slot in leads_there and slot not in denied and not is_forced
 
     for slot, cause in reach(roots, along(follows, rules.fanout)).items():
-        reason = Reason(
-            "behind deny", f"it is computed from {rules.name(cause)}, which needs float32"
-        )
+        text = f"it is computed from {rules.name(cause)}, which needs float32"
+        reason = Reason("behind deny", text)
         if slot == cause:
             reason = Reason("deny", f"{rules.index.node_of(slot).op} is on the deny list")
         painting.denied.setdefault(slot, reason)

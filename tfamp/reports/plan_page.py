@@ -44,12 +44,8 @@ def render_page(plan: Mapping[str, Any]) -> str:
     script = f'(() => {{\n"use strict";\n{scripts}}})();\n'
     # Content security policy: only this style sheet and script, by hash.
     rules = "default-src 'none'", f"style-src {_hash(style)}", f"script-src {_hash(script)}"
-    parts = {
-        "policy": "; ".join(rules),
-        "style": style,
-        "plan": _embeddable(plan),
-        "script": script,
-    }
+    parts = {"policy": "; ".join(rules), "style": style, "script": script}
+    parts["plan"] = _embeddable(plan)
     # One pass over the skeleton, so that no text in a part is taken for a placeholder.
     return re.sub("@@(.*?)@@", lambda found: parts[found[1]], _asset("page.html"))
 

@@ -233,9 +233,8 @@ class RewrittenFunction(SaveableFunction):
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
-            warnings.warn(
-                _EAGER.format(self._traced.name), TfampWarning, stacklevel=level_of_user()
-            )
+            text = _EAGER.format(self._traced.name)
+            warnings.warn(text, TfampWarning, stacklevel=level_of_user())
             return self._traced.python_function(*args, **kwargs)
         try:
             result, plan = call_converted(self._traced, FlatCall(args, kwargs), self.settings)

@@ -398,9 +398,8 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.counterpart(self.node.name) if op is None else op
-        closure = tf_private.registered_gradient(
-            functions.attribute_text(self.node, functions.GRADIENT)
-        )
+        name = functions.attribute_text(self.node, functions.GRADIENT)
+        closure = tf_private.registered_gradient(name)
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         dense = (None if x is None else tf.cast(tf.convert_to_tensor(x), to) for x, to in given)
         call = FlatCall(tuple(dense), {})

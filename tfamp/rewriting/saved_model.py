@@ -186,9 +186,7 @@ def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> 
         if freeze:
             saved_graph.freeze_meta_graph(meta_graph, roles, src)
             roles = saved_graph.find_roles(meta_graph)
-        ranges = (
-            None if data is None else saved_graph.measure_meta_graph(meta_graph, roles, src, data)
-        )
+        ranges = data and saved_graph.measure_meta_graph(meta_graph, roles, src, data)
         plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
         plans.append(saved_graph.store_low_constants(meta_graph, roles, plan) if freeze else plan)
     if len(plans) == 1:

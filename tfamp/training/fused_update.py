@@ -61,9 +61,8 @@ def fused_update(
     if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
         return gradients
     # Warns about gradients that are None, as the optimizer does.
-    values, variables = keras_hooks.without_missing(
-        optimizer, gradients.values, gradients.variables
-    )
+    given = gradients.values, gradients.variables
+    values, variables = keras_hooks.without_missing(optimizer, *given)
     gradients = replace(gradients, values=values, variables=variables, checked=None)
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
@@ -81,9 +80,8 @@ def fused_update(
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
     # In the replica's own copy, like every other assignment here.
-    tf.raw_ops.AssignAddVariableOp(
-        resource=iterations.handle, value=tf.constant(1, iterations.dtype)
-    )
+    one = tf.constant(1, iterations.dtype)
+    tf.raw_ops.AssignAddVariableOp(resource=iterations.handle, value=one)
     return None
 
 

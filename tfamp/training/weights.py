@@ -16,15 +16,9 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop import keras_hooks
+from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
 from tfamp.interop.patching import wrap_method
-from tfamp.interop.tf_private import (
-    device_kind_of,
-    is_compiled_by_xla,
-    strategy_needs_merge_call,
-    xla_works,
-)
 from tfamp.training.fused_update import RULED, fused_update, why_unruled
 from tfamp.training.gradients import (
     Gradients,
@@ -147,8 +141,8 @@ class MasterWeights(PlainWeights):
                 update_everywhere(master, _take_over, (variable,))
 
         # The host would wait for another device's check.
-        waits = (device_kind_of(native(each).device) != "cpu" for each in self.masters)
-        if tf.executing_eagerly() or is_compiled_by_xla() or any(waits):
+        waits = (tf_private.device_kind_of(native(each).device) != "cpu" for each in self.masters)
+        if tf.executing_eagerly() or tf_private.is_compiled_by_xla() or any(waits):
             take_over_all()
         elif self._pairs:
             # Usually none was: a check is cheaper than writing all masters.
@@ -355,7 +349,7 @@ def _in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*variables: Any) -> Any:
         values = [tf.convert_to_tensor(variable) for variable in variables]
-        if tf.executing_eagerly() or not xla_works(native(variables[0]).device):
+        if tf.executing_eagerly() or not tf_private.xla_works(native(variables[0]).device):
             return function(*values)
         return compiled(*values)
 
@@ -386,7 +380,7 @@ def once_for_all_replicas(function: Callable[..., None], condition: Any, *argume
     is called once, in cross-replica context. `on_each(update, *arguments)` calls an update on every
     replica with its own arguments. The condition is equal on all replicas.
     """
-    if not (runs_tensorflow() and strategy_needs_merge_call()):
+    if not (runs_tensorflow() and tf_private.strategy_needs_merge_call()):
         function(lambda update, *own: update(*own), condition, *arguments)
         return
 
@@ -449,7 +443,7 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
     applied = getattr(optimizer, "_inner_optimizers", [optimizer])
     if any(each.gradient_accumulation_steps for each in applied):
         others = others.as_stored()
-    counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
+    counts_itself = tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call()
     if others.summed or counts_itself:
         optimizer = _view_of(optimizer, others.summed)
     optimizer.apply(others.values, others.variables)
@@ -471,7 +465,7 @@ def _view_of(optimizer: Any, summed: bool) -> Any:
     # Bypass Keras's __setattr__, which would track the variables a second time.
     state = vars(view)
     state.update(vars(optimizer))
-    if tf.distribute.has_strategy() and not strategy_needs_merge_call():
+    if tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call():
         state["_iterations"] = tf.distribute.get_strategy().extended.update(
             native(optimizer._iterations), lambda own: own, group=False
         )

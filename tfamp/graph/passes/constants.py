@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.editor import (
-    FLOAT32_TYPE,
-    LOW_TYPES,
-    GraphEditor,
-    control_inputs_of,
-    tensor_inputs,
-)
+from tfamp.graph import editor
 from tfamp.graph.index import largest_finite
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.exact_values import CHOICES
@@ -32,7 +26,7 @@ from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan, node_name, reach
 
 
-def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
     Only for ops that select or compare: in arithmetic infinity is a visible error, and a clipped
@@ -49,7 +43,7 @@ def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
         if chosen and largest_finite(constant.attr["value"].tensor) > limit:
             node = body.by_name[cast.name]
             _store(body, constant, [node], limit)
-            body.set_inputs(node, control_inputs_of(constant))
+            body.set_inputs(node, editor.control_inputs_of(constant))
             body.settle()
 
 
@@ -71,7 +65,7 @@ def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str,
         >>> sorted(fold_casts(graph, keep=["Identity:0"])), [node.op for node in graph.node]
         ([('', 'Cast')], ['Const', 'Identity'])
     """
-    graph = GraphEditor(graph_def, keep)
+    graph = editor.GraphEditor(graph_def, keep)
     gone = set(_cast_before_loops(graph))
     for body in graph.bodies:
         gone |= {(body.scope, name) for name in _fold_body(body)}
@@ -81,7 +75,7 @@ def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str,
 # ---- Constants -----------------------------------------------------------------------------------
 
 
-def _fold_body(body: GraphEditor) -> list[str]:
+def _fold_body(body: editor.GraphEditor) -> list[str]:
     """Folds the Casts of a body; returns their names."""
 
     def identities(name: str) -> Iterator[str]:
@@ -91,7 +85,7 @@ def _fold_body(body: GraphEditor) -> list[str]:
     removed: set[str] = set()
     kept = body.kept
     for constant in body.of_types("Const"):
-        if constant.attr["dtype"].type != FLOAT32_TYPE:
+        if constant.attr["dtype"].type != editor.FLOAT32_TYPE:
             continue
         passing = reach([str(constant.name)], identities)
         users = [body.by_name[user] for each in passing for user in body.consumers[each]]
@@ -107,12 +101,14 @@ def _fold_body(body: GraphEditor) -> list[str]:
 
 def _only_casts(node: Any) -> bool:
     """Whether a node only passes a constant on or casts it to a low dtype."""
-    casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
-    alone = len(node.input) == 1 == len(tensor_inputs(node))
+    casts = node.op == "Cast" and node.attr["DstT"].type in editor.LOW_TYPES
+    alone = len(node.input) == 1 == len(editor.tensor_inputs(node))
     return alone and (casts or node.op == "Identity")
 
 
-def _store(body: GraphEditor, constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
+def _store(
+    body: editor.GraphEditor, constant: Any, casts: Iterable[Any], limit: float = math.inf
+) -> None:
     """Replaces the first Cast to each dtype with a constant, and the others with copies of it.
 
     Finite values are clipped to `limit`.
@@ -141,11 +137,13 @@ def _store(body: GraphEditor, constant: Any, casts: Iterable[Any], limit: float 
 # ---- Loops ---------------------------------------------------------------------------------------
 
 
-def _cast_before_loops(graph: GraphEditor) -> Iterator[tuple[str, str]]:
+def _cast_before_loops(graph: editor.GraphEditor) -> Iterator[tuple[str, str]]:
     """Hoists Casts of invariant float32 arguments out of loops; yields the removed ones."""
     for loop in own_loops(graph):
         for i, (argument, _) in enumerate(loop.variables):
-            if argument.type != FLOAT32_TYPE or any(_uses(graph, node, i) for node in loop.nodes):
+            if argument.type != editor.FLOAT32_TYPE or any(
+                _uses(graph, node, i) for node in loop.nodes
+            ):
                 continue
             users = _casting_users(loop, i)
             if casts := [node for node in users if node.op == "Cast"]:
@@ -153,7 +151,7 @@ def _cast_before_loops(graph: GraphEditor) -> Iterator[tuple[str, str]]:
                 _cast_before(loop, i, users, int(casts[0].attr["DstT"].type))
 
 
-def _uses(graph: GraphEditor, loop: Any, i: int) -> bool:
+def _uses(graph: editor.GraphEditor, loop: Any, i: int) -> bool:
     """Whether a result of a loop has consumers."""
     outputs = {graph.tensor(loop, i), f"{loop.name}:{i}"}
     users = (graph.by_name[user] for user in graph.consumers[loop.name])

@@ -137,10 +137,8 @@ class _Builder:
         if size > 1:
             dims = [*found.result[:3], width]
             image = self._add("patches", "SpaceToDepth", [image], dims, block_size=size)
-        inputs = [
-            self._reshaped(image, [rows, width]),
-            self._reshaped(self._upstream, [rows, columns]),
-        ]
+        upstream = self._reshaped(self._upstream, [rows, columns])
+        inputs = [self._reshaped(image, [rows, width]), upstream]
         transposed = {"transpose_a": True, "transpose_b": False}
         self._finish(self._add("product", "MatMul", inputs, [width, columns], **transposed))
 

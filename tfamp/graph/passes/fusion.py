@@ -31,19 +31,12 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph import editor
 from tfamp.graph.functions import has_old_control_flow
+from tfamp.planning import structures
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import (
-    RewritePlan,
-    free_name,
-    node_name,
-    op_types,
-    producers_first,
-    reach,
-)
 
 # Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do not
 # propagate NaN.
-_COMPUTES = op_types("""
+_COMPUTES = structures.op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
     Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
     Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
@@ -52,23 +45,23 @@ _COMPUTES = op_types("""
     Tanh TanhGrad
 """)
 # Ops that only change the shape, which takes no time.
-_RESHAPES = op_types("ExpandDims Reshape Squeeze")
+_RESHAPES = structures.op_types("ExpandDims Reshape Squeeze")
 # Comparisons of two tensors may depend on rounding: a largest value equals its element only if both
 # are rounded. Comparisons with a constant do not.
-_COMPARES = op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
+_COMPARES = structures.op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
 # Ops that move values: they do not make a group pay, but may join one.
-_MOVES = _RESHAPES | op_types("""
+_MOVES = _RESHAPES | structures.op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
 """)
 # Ops with results that are known when a function is compiled if their inputs are.
-_KNOWN_IF_INPUTS_ARE = op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
+_KNOWN_IF_INPUTS_ARE = structures.op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
 _COMPUTED_IN = ("T", "SrcT", "DstT")  # Attributes with the dtype of the arithmetic.
 _MOST_KNOWN = 64
 # With fewer ops, or smaller tensors, the overhead of a call exceeds its gain.
 _LEAST = 4
 _LEAST_ELEMENTS = 1 << 14
 # Ops that are recomputed rather than stored: not reductions or error functions.
-_CHEAP = (_COMPUTES | _RESHAPES) - op_types("""
+_CHEAP = (_COMPUTES | _RESHAPES) - structures.op_types("""
     AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
 _MOST_COPIES = 12
@@ -83,7 +76,7 @@ _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 
 
-def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+def run(graph: editor.GraphEditor, options: RewriteOptions, plan: structures.RewritePlan) -> None:
     """Has XLA compile groups of fusible nodes, in place."""
     fuse(graph)
 
@@ -138,14 +131,16 @@ class _Groups:
         for node in graph.of_types("Const"):
             graph.set_inputs(node, ())  # No control inputs.
         nodes = graph.by_name
-        taken = {name: dict.fromkeys(map(node_name, n.input)) for name, n in nodes.items()}
+        taken = {
+            name: dict.fromkeys(map(structures.node_name, n.input)) for name, n in nodes.items()
+        }
         self.known: set[str] = set()
         self._places: dict[str, int] = {}
         # The inputs of each node without those that are known, and devices of fusible nodes.
         self._inputs: dict[str, list[str]] = {}
         self._devices: dict[str, str] = {}
         depths: dict[str, int] = {}
-        for place, name in enumerate(producers_first(nodes, taken.__getitem__)):
+        for place, name in enumerate(structures.producers_first(nodes, taken.__getitem__)):
             node = nodes[name]
             if self._is_known(node, taken[name]):
                 self.known.add(name)
@@ -194,7 +189,7 @@ class _Groups:
         """Whether a node moves values, or computes with floats only, which XLA always supports."""
         if node.name in self.known or self._is_rounding(node):
             return False
-        if node.op in _COMPARES and self.known.isdisjoint(map(node_name, node.input)):
+        if node.op in _COMPARES and self.known.isdisjoint(map(structures.node_name, node.input)):
             return False
         dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
         computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= editor.FLOAT_TYPES
@@ -235,7 +230,7 @@ class _Groups:
         seen: set[str] = set()
         for name in self._devices:
             if name not in seen:
-                group = reach([name], linked.__getitem__)
+                group = structures.reach([name], linked.__getitem__)
                 seen.update(group)
                 yield self._in_order(group)
 
@@ -313,9 +308,8 @@ def _insert(graph: editor.GraphEditor, group: Sequence[str], body: _Body) -> Non
     """Adds the call of a group; nodes with outside consumers pass on its results."""
     nodes = [graph.by_name[name] for name in group]
     inside = {f"^{name}" for name in group}
-    waits = dict.fromkeys(
-        w for node in nodes for w in editor.control_inputs_of(node) if w not in inside
-    )
+    every = (name for node in nodes for name in editor.control_inputs_of(node))
+    waits = dict.fromkeys(name for name in every if name not in inside)
     inputs, attrs = [*body.given, *waits], {**body.call_attrs, _COMPILED: True}
     name, device = f"{group[0]}{_CALL}", nodes[0].device
     call = graph.by_name[graph.add(name, "PartitionedCall", inputs, device=device, **attrs)]
@@ -338,7 +332,7 @@ def _call_attrs(graph: editor.GraphEditor, made: dict[bytes, str], function: Any
     key = function.SerializeToString(deterministic=True)
     library = graph.graph.library.function
     if key not in made:
-        made[key] = free_name("fused", {each.signature.name for each in library})
+        made[key] = structures.free_name("fused", {each.signature.name for each in library})
         library.add().CopyFrom(function)
         library[-1].signature.name = made[key]
     called = tf.compat.v1.AttrValue()
@@ -396,7 +390,7 @@ class _Body:
         return dtypes
 
     def _node(self, tensor: str) -> Any:
-        return self._body.by_name[node_name(tensor)]
+        return self._body.by_name[structures.node_name(tensor)]
 
     def _computed(self, node: Any, inputs: Sequence[str]) -> str:
         """Adds the op of a node with other inputs; returns its first output."""
@@ -433,7 +427,7 @@ class _Body:
 
     def _tensor(self, tensor: str, dtype: tf.DType) -> str:
         """The tensor in the function; an argument if the function does not compute it."""
-        tensor, name = tensor.removesuffix(":0"), node_name(tensor)
+        tensor, name = tensor.removesuffix(":0"), structures.node_name(tensor)
         if tensor not in self._spelled and name in self._known:
             self._add(self._graph.by_name[name])
         if tensor not in self._spelled:
