@@ -139,12 +139,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = train(name, dtype, data, epochs, args.seed, display)
             reference = result.accuracy if reference is None else reference
             scale = result.settings.loss_scale
+            shown = "none" if scale is None else "dynamic"
+            if isinstance(scale, tfamp.FixedLossScale):
+                shown = f"{scale.scale:g}"
             table.add_row(
                 name,
                 dtype,
                 f"{result.accuracy:.2%}",
                 f"{100 * (result.accuracy - reference):+.2f} points",
-                "none" if scale is None else "dynamic",
+                shown,
                 f"{result.milliseconds:.1f} ms",
             )
             if args.settings:
