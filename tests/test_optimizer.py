@@ -142,11 +142,14 @@ def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step(trace
     def both(looked_at, gradient):
         optimizer.get_unscaled_gradients([looked_at])
         step(gradient)
+        later = optimizer.get_unscaled_gradients([gradient + 0.0])
+        optimizer.get_scaled_loss(1.0)  # Of another loss: these stay unscaled.
+        optimizer.apply_gradients(zip(later, [weight], strict=True))
 
     step = tf.function(step) if traced == "the step" else step
     both = tf.function(both) if traced == "both" else both
     for value in (1.0, np.inf):
-        both(scaled(value, 1.0)[0], scaled(0.25, 0.25)[0])
+        both(scaled(value, 1.0)[0], scaled(0.125, 0.125)[0])
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
     assert int(optimizer.skipped_steps) == 0
 

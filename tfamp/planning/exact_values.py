@@ -67,7 +67,7 @@ class Ends:
     """Slots of a graph where values come from outside, and where they go.
 
     Attributes:
-        given: Placeholders, elements of datasets, and other data.
+        given: Placeholders, elements of datasets, results of calls and arguments of functions.
         results: Float results that are not known to be scalars.
         scalars: Scalars that are returned or stored.
         unused: Scalars without consumers: losses that are only differentiated.

@@ -154,6 +154,7 @@ class GradientRecord:
         self.nonfinite.set(ops.logical_not(on_every_replica(finite) if everywhere else finite))
         self.unscaled.set()
         calls.last = "unscale"
+        calls.results.update(_tensors(unscaled))
         calls.tensors.update(given | _tensors(unscaled))
         return unscaled
 
@@ -173,7 +174,8 @@ class GradientRecord:
             for gradient, target in zip(gradients, targets, strict=True)
         ]
         # Eager calls may be followed by a step in a function, which only the mark shows.
-        if unscaled is None and is_same and not tf.executing_eagerly():
+        known = is_same and not tf.executing_eagerly()
+        if unscaled is None and (known or all(key in calls.results for key in _tensors(gradients))):
             unscaled = True
         divisor = None if unscaled else as_tensor(self._scale)
         if unscaled is None:
@@ -194,6 +196,9 @@ class GradientRecord:
         self.unscaled.clear()
 
 
+_WEAK = weakref.WeakValueDictionary
+
+
 @dataclass
 class _Calls:
     """Calls since the last step, in one graph or in eager mode."""
@@ -201,9 +206,8 @@ class _Calls:
     last: str | None = None
     # Gradients that were unscaled and the results, by identity: one is finite if the other is.
     # Weak references, as a record must not keep a step's gradients alive.
-    tensors: weakref.WeakValueDictionary[int, Any] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    tensors: weakref.WeakValueDictionary[int, Any] = field(default_factory=_WEAK)
+    results: weakref.WeakValueDictionary[int, Any] = field(default_factory=_WEAK)
 
 
 def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
