@@ -396,7 +396,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scaled = record.take(grads, targets, unscaled)
         float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            scaled, record.finite_before(scaled), self.grad_clip, float16_at
+            scaled, record.finite_before(scaled.divisor), self.grad_clip, float16_at
         )
         for observe in self.gradient_observers:
             observe(grads, variables, scaled.divisor, finite)

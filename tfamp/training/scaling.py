@@ -123,9 +123,9 @@ class GradientRecord:
         """Whether all gradients unscaled since the last step were finite, a bool tensor."""
         return ops.logical_not(self.nonfinite.is_set)
 
-    def finite_before(self, gradients: Gradients) -> Any:
-        """Whether the gradients of a step were finite when they were unscaled, if they were."""
-        if gradients.divisor is None:
+    def finite_before(self, divisor: Any) -> Any:
+        """Whether the gradients that `take` returned with a divisor were finite when unscaled."""
+        if divisor is None:
             return self.all_finite
         return ops.logical_or(self.all_finite, ops.logical_not(self.unscaled.is_set))
 
