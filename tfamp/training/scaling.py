@@ -169,13 +169,15 @@ class GradientRecord:
         self._calls.current().last = "step"
         # The range of the variable's own dtype was unknown when they were unscaled.
         is_same = calls.last == "unscale"
-        checked = [
-            is_same and id(gradient) in calls.tensors and dtype_name(target) not in LOW_PRECISION
-            for gradient, target in zip(gradients, targets, strict=True)
-        ]
+        low = [dtype_name(target) in LOW_PRECISION for target in targets]
+        pairs = zip(gradients, low, strict=True)
+        checked = [is_same and id(each) in calls.tensors and not is_low for each, is_low in pairs]
         # Eager calls may be followed by a step in a function, which only the mark shows.
         known = is_same and not tf.executing_eagerly()
-        if unscaled is None and (known or all(key in calls.results for key in _tensors(gradients))):
+        # The results of `unscale` themselves stay unscaled whatever was called since.
+        given = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        results = [id(value) in calls.results for value in given if value is not None]
+        if unscaled is None and (known or (results and all(results))):
             unscaled = True
         divisor = None if unscaled else as_tensor(self._scale)
         if unscaled is None:
