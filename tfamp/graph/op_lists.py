@@ -42,8 +42,8 @@ _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
 # gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it). The
 # GPU's accumulates in float32 within a block, and across blocks atomically in bfloat16.
 _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
-# So do these on CPUs: a mean over 28 x 28 pixels has an error of 100 % in bfloat16. In float16 it
-# is 50 % over 56 x 56.
+# So do these on CPUs: in bfloat16 the mean of 32 x 32 pixels of 0.75 is 1 (the same file shows it);
+# in float16 means over larger windows lose digits.
 _POOLING = frozenset({"AvgPool", "AvgPool3D"})
 # So do the gradient of nearest upsampling and ScatterNd: half of 1024 equal terms is lost. The
 # results of ResizeBilinear are float32, and XLA does not compile such gradients.

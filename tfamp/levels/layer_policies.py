@@ -261,12 +261,11 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         is_chosen = _is_chosen(layer, default)
         unwrap_methods(layer)
         layer_dtypes.managed_layers.set(layer, None)
+        is_uncast = model_calls.uncast_inputs.get(layer)
         if before is not None:
             layer.autocast = before.autocast
             layer_dtypes.give_policy(layer, before.policy)
-        elif isinstance(layer, keras.layers.BatchNormalization) or model_calls.uncast_inputs.get(
-            layer
-        ):
+        elif is_uncast or isinstance(layer, keras.layers.BatchNormalization):
             layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, now)

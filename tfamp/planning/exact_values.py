@@ -195,27 +195,25 @@ class _Values:
 
     def _walks(self, *grown: Collection[int]) -> Iterator[None]:
         """Repeats a walk over the slots as long as it adds to sets; without loops one is enough."""
-        before, size = -1, 0
-        while before != size and (before < 0 or self._has_loops):
+        before = -1
+        while before != (size := sum(map(len, grown))) and (before < 0 or self._has_loops):
             before = size
             yield
-            size = sum(map(len, grown))
 
     def masked(self, dtype: str) -> dict[int, Reason]:
         """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
         limits, nodes = float_format(dtype), self._index.nodes
-        large, constants = set[int](), set[int]()
+        large, tiny = set[int](), set[int]()
         for node, size in self._index.largest.items():
             if size > limits.max / 2:  # Two of them may be added.
                 large.update(nodes[node].slots)
-            # An epsilon that becomes zero may be all that is divided by.
-            if size > limits.max / 2 or 0 < size < limits.smallest_subnormal / 2:
-                constants.update(nodes[node].slots)
-        if not constants:
+            elif 0 < size < limits.smallest_subnormal / 2:  # It may be all that is divided by.
+                tiny.update(nodes[node].slots)
+        if not large and not tiny:
             return {}
         # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
         # choices to the range of the dtype.
-        fits = dict.fromkeys(constants, False)
+        fits = dict.fromkeys([*large, *tiny], False)
         found: dict[int, Reason] = {}
         for _ in self._walks(found, fits):
             for slot in self._order:
@@ -329,8 +327,10 @@ class _Values:
                 sources = self._sources[slot]
                 for each in sources:
                     behind[slot] |= behind[each] | leads[each] & ~through[each]
-                operands = functools.reduce(operator.or_, (through[each] for each in sources), 0)
-                is_gradient = self._multiplies[slot] and behind[slot] & operands & ~leads[slot]
+                is_gradient = False
+                if self._multiplies[slot]:
+                    operands = functools.reduce(operator.or_, map(through.__getitem__, sources), 0)
+                    is_gradient = bool(behind[slot] & operands & ~leads[slot])
                 if is_gradient or not found.isdisjoint(sources):
                     found.add(slot)
             changed = self._has_loops and before != [*behind, len(found)]
