@@ -149,6 +149,15 @@ def test_sparse_and_missing_gradients():
     np.testing.assert_array_equal(table.numpy()[:, 0], [0.0, -1.5, 0.0, -0.5])
     np.testing.assert_array_equal(unused.numpy(), [1.0])
 
+    @tf.function
+    def other():
+        accumulator.apply_gradients([(None, table), (optimizer.get_scaled_loss([0.5]), unused)])
+
+    # A window that ends in the function of before leaves the new sum for the next one.
+    for part in (other, lambda: step(1), lambda: step(1), other):
+        part()
+    np.testing.assert_array_equal(unused.numpy(), [0.5])
+
 
 @pytest.mark.parametrize("done", first_of([WINDOW + 2, WINDOW]))
 def test_checkpoint_resumes_bit_identically(tmp_path, done):

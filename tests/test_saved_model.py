@@ -51,9 +51,8 @@ def contents(path):
 
 
 def specs(function):
-    inputs = {
-        k: (v.shape, v.dtype, v.name) for k, v in function.structured_input_signature[1].items()
-    }
+    given = function.structured_input_signature[1]
+    inputs = {k: (v.shape, v.dtype, v.name) for k, v in given.items()}
     outputs = {k: (v.shape, v.dtype) for k, v in function.structured_outputs.items()}
     # Protobuf gives the entries of a map in any order.
     return sorted(map(str, inputs.items())), sorted(map(str, outputs.items()))

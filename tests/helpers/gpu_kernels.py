@@ -97,11 +97,8 @@ def _look(nodes, given) -> Placement:
                 continue
             producer = by_name.get(name)
             if producer is None:
-                made_on_host, label, size = (
-                    given[name] in _OF_THE_HOST,
-                    f"argument {name}",
-                    math.inf,
-                )
+                made_on_host, size = given[name] in _OF_THE_HOST, math.inf
+                label = f"argument {name}"
             else:
                 made_on_host, size = _made(producer, output)
                 label = f"{producer.op} {name}"
