@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def _measure(args: argparse.Namespace) -> Run:
 
 def _options(args: argparse.Namespace) -> Options:
     size, loss_size = ("small", "small") if args.small else ("full", "reduced")
+    size = "gpu" if args.gpu else size
+    end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     return Options(
         dtype=args.dtype or environment.low_dtype(),
         rounds=args.rounds,
@@ -65,6 +68,7 @@ def _options(args: argparse.Namespace) -> Options:
         loss_steps=args.loss_steps,
         loss_size=args.loss_size or loss_size,
         torch_python=args.torch_python,
+        end=end,
     )
 
 
@@ -91,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "size of the models for losses; default reduced, which takes much less time"
     add("--loss-size", choices=("full", "reduced"), help=about)
     add("--small", action="store_true", help="tiny models, to see that everything runs")
+    add("--gpu", action="store_true", help="mlp, transformer, resnet50: a GPU's sizes")
+    about = "begin nothing after so many minutes, and make first calls at once; needs several cores"
+    add("--minutes", type=float, metavar="N", help=about)
     add("--json", type=Path, metavar="FILE", help="write every number")
     add(
         "--markdown",

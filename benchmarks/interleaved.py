@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from benchmarks.workloads import Workload
 _ROOT = Path(__file__).parents[1]
 # Systems whose second step takes so many times as long as float32's are not timed.
 _TOO_SLOW = 10
+TIME_IS_UP = "the time was up"
 Progress = Callable[[str], None]
 
 
@@ -36,6 +38,8 @@ class Options:
         loss_steps: Steps after which losses are compared; 0 leaves them out.
         loss_size: Size of the workloads for losses.
         torch_python: Python interpreter with PyTorch.
+        end: Time of `time.monotonic` after which nothing begins; None for no limit. First calls
+            run at once then, as many as there are cores: they are traces and compilations.
     """
 
     dtype: str
@@ -44,6 +48,12 @@ class Options:
     loss_steps: int = 0
     loss_size: str = "reduced"
     torch_python: str = sys.executable
+    end: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.end is not None and time.monotonic() > self.end
 
 
 def _is_torch(system: str) -> bool:
@@ -200,14 +210,17 @@ def measure(
         for name in systems
         if (reason := why_not(name, workload.name, options.torch_python))
     }
-    run = WorkloadRun(workload.name, dict(workload.sizes[options.size]), skipped=skipped)
+    run = WorkloadRun(workload.name, dict(workload.size(options.size)), skipped=skipped)
     if options.loss_steps:
-        run.loss_size = dict(workload.sizes[options.loss_size])
+        run.loss_size = dict(workload.size(options.loss_size))
+    if options.is_over:
+        run.skipped |= dict.fromkeys((name for name in systems if name not in skipped), TIME_IS_UP)
+        return run
     with workers([name for name in systems if name not in skipped], options) as group:
-        _first_calls(group, run, progress)
-        _rounds(group, run.systems, options.rounds, progress)
+        _first_calls(group, run, options, progress)
+        rounds = _rounds(group, run.systems, options, progress)
         progress("Casts")
-        for name, found in group.together("casts"):
+        for name, found in () if options.is_over else group.together("casts"):
             run.systems[name].casts, run.systems[name].cast_bytes = found["casts"], found["bytes"]
         if options.loss_steps:
             group.dismiss([name for name in group.workers if not SYSTEMS[name].losses])
@@ -222,8 +235,10 @@ def measure(
     run.skipped |= group.failed
     # A failure after the rounds, as in counting Casts, does not discard the times.
     run.systems = {
-        name: each for name, each in run.systems.items() if len(each.seconds) == options.rounds
+        name: each for name, each in run.systems.items() if 0 < len(each.seconds) == rounds
     }
+    if not rounds:
+        run.skipped |= dict.fromkeys((name for name in systems if name not in skipped), TIME_IS_UP)
     return run
 
 
@@ -232,10 +247,11 @@ def stages(options: Options) -> int:
     return 1 + options.rounds + 1 + 2 * bool(options.loss_steps)
 
 
-def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
+def _first_calls(group: Group, run: WorkloadRun, options: Options, progress: Progress) -> None:
     progress("first calls")
     warm = {}
-    for name, found in group.in_turn("start", workload=run.workload, size=run.size):
+    start = group.in_turn if options.end is None else group.together
+    for name, found in start("start", workload=run.workload, size=run.size):
         parts = {key: found[key] for key in ("build", "first_call", "rewrite")}
         run.systems[name], warm[name] = Measured(**parts), found["warm"]
     for name, seconds in warm.items():
@@ -245,13 +261,19 @@ def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
             group.dismiss([name])
 
 
-def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:
-    for number in range(rounds):
+def _rounds(
+    group: Group, systems: Mapping[str, Measured], options: Options, progress: Progress
+) -> int:
+    """Times the steps; returns how many rounds the time allowed."""
+    for number in range(options.rounds):
+        if options.is_over:
+            return number
         progress(f"round {number + 1}")
         # Rotate, so that no system always runs after the one that evicts the caches most.
         for name, found in group.in_turn("step", first=number):
             systems[name].seconds.append(found["seconds"])
             systems[name].memory = max(systems[name].memory, found["memory"])
+    return options.rounds
 
 
 def _losses(group: Group, run: WorkloadRun, count: int) -> dict[str, list[float]]:

@@ -44,7 +44,7 @@ class Trainer:
             keras.config.set_dtype_policy(f"mixed_{dtype}")
         elif system == "tensorflow_amp":
             tf.config.optimizer.set_experimental_options(grappler_options(system, dtype))
-        elif system == "tfamp_policy":
+        elif system.startswith("tfamp_policy"):
             tfamp.set_global_policy(f"mixed_{dtype}")
         elif self._about.placement:
             find_profile()  # Measured once per machine, not once per function.

@@ -79,6 +79,8 @@ def first_calls(run: Run) -> Table:
     names = [name for name in SYSTEMS if _measured(run, name)]
     rows = []
     for each in run.workloads:
+        if BASE not in each.systems:
+            continue
         seconds = each.systems[BASE].first_call
         ratios = [results.first_ratio(each, name) for name in names[1:]]
         ratios.append(results.first_ratio(each, "tune", calls=2))
@@ -150,7 +152,7 @@ def _summaries(run: Run) -> list[Table]:
     found = [overview(run)]
     found += [over_peers(run, name) for name in CHOSEN if _measured(run, name)]
     found.append(first_calls(run))
-    if any(each.systems[BASE].losses for each in run.workloads):
+    if any(each.systems[BASE].losses for each in run.workloads if BASE in each.systems):
         found.append(losses(run))
     return found
 

@@ -12,6 +12,15 @@ from benchmarks import data
 
 Sizes = Mapping[str, int]
 SIZES = ("full", "reduced", "small")
+# Of a GPU with 80 GB. Other workloads have their full sizes there.
+_GPU_SIZES: Mapping[str, Sizes] = {
+    "mlp": {"layers": 6, "width": 8192, "batch": 4096},
+    "transformer": {
+        **{"layers": 12, "width": 1024, "heads": 16},
+        **{"tokens": 512, "vocabulary": 8000, "batch": 16},
+    },
+    "resnet50": {"pixels": 224, "batch": 128},
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,10 @@ class Workload:
     learning_rate: float
     batch: Callable[[Sizes, int], data.Batch]
     sizes: Mapping[str, Sizes]
+
+    def size(self, name: str) -> Sizes:
+        """The dimensions of a size, one of `SIZES` or "gpu"."""
+        return _GPU_SIZES.get(self.name, self.sizes["full"]) if name == "gpu" else self.sizes[name]
 
 
 def _sizes(**dimensions: tuple[int, int, int]) -> Mapping[str, Sizes]:

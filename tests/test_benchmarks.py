@@ -288,6 +288,25 @@ def test_a_tiny_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_run_whose_time_is_up_says_what_it_did_not_do(tmp_path, capsys, monkeypatch, gpu):
+    monkeypatch.setattr(interleaved, "WorkerProcess", WorkerHere)
+    written = tmp_path / "run.json"
+    arguments = ["--workload", "mlp", "lstm", "--system", "rewrite", "--dtype", "bfloat16"]
+    arguments += ["--loss-steps", "0", "--minutes", "0", "--json", str(written)]
+    assert main([*arguments, "--gpu" if gpu else "--small"]) == 0
+    run = results.from_json(json.loads(written.read_text(encoding="utf-8")))
+    assert [each.workload for each in run.workloads] == ["mlp", "lstm"]
+    assert run.workloads[0].size["width"] == (8192 if gpu else 256)
+    for each in run.workloads:
+        assert not each.systems
+        assert each.skipped == dict.fromkeys(["float32", "rewrite"], interleaved.TIME_IS_UP)
+    printed = capsys.readouterr().out
+    assert (
+        "Not measured: float32 and tfamp.rewrite, min_cut on mlp, lstm: the time was up" in printed
+    )
+
+
 # Serving
 
 
