@@ -7,6 +7,7 @@ import json
 import pytest
 from tensorflow.python.util import _pywrap_util_port
 
+from tfamp.core.profile import builtin_profile
 from tfamp.diagnostics import device_report
 from tfamp.diagnostics.doctor import (
     RULES,
@@ -36,6 +37,7 @@ CASES = {
     "float16-sums": gpu("Tesla T4", 7, 5),
     "tensor-float-32": dataclasses.replace(gpu("A100", 8, 0), tensor_float_32=True),
     "batch-norm-transposes": dataclasses.replace(gpu("A100", 8, 0), nhwc_batch_norm=False),
+    "auto-is-slower": dataclasses.replace(SOUND, speed_of_auto=0.6),
     "onednn-off": dataclasses.replace(SOUND, onednn=False),
 }
 
@@ -88,3 +90,16 @@ def test_the_process_is_read_and_the_report_shows_its_issues(monkeypatch):
     for issue in report.known_issues:
         assert {issue.text in report.to_text(), issue.advice in report.to_text()} == {True}
         assert dataclasses.asdict(issue) in json.loads(report.to_json())["known_issues"]
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_machine_that_multiplies_the_dtype_of_auto_slowly_is_told(monkeypatch, is_faster):
+    monkeypatch.setattr(hardware, "detect", lambda: CPU)
+    profile = builtin_profile("cpu", bfloat16=is_faster)
+    monkeypatch.setattr(hardware, "find_profile", lambda: hardware.FoundProfile(profile, "a test"))
+    report = device_report()
+    assert report.policy == "mixed_bfloat16"
+    found = [issue.text for issue in report.known_issues if issue.name == "auto-is-slower"]
+    assert len(found) == (not is_faster)
+    speeds = profile.peaks["matmul"]
+    assert is_faster or f"{speeds['bfloat16'] / speeds['float32']:.2g} times" in found[0]

@@ -152,6 +152,8 @@ def device_report() -> DeviceReport:
     }
     profile, source = hardware.find_profile()
     policy, reason = hardware.automatic_policy(found)
+    speed = _speed_of(policy.removeprefix("mixed_"), profile)
+    environment = dataclasses.replace(read_environment(found), speed_of_auto=speed)
     wrong_backend = (
         f"Keras runs on the {keras.backend.backend()} backend, where policies and "
         "LossScaleOptimizer work, and autocast, rewrite and GradScaler do not. "
@@ -164,8 +166,14 @@ def device_report() -> DeviceReport:
         profile=profile,
         profile_source=source,
         problems=() if runs_tensorflow() else (wrong_backend + HOW_TO_CHANGE,),
-        known_issues=known_issues(read_environment(found)),
+        known_issues=known_issues(environment),
     )
+
+
+def _speed_of(dtype: str, profile: MachineProfile) -> float | None:
+    """The speed of matmuls in a low dtype over float32's."""
+    speeds = profile.peaks["matmul"]
+    return speeds[dtype] / speeds["float32"] if dtype in LOW_PRECISION else None
 
 
 # ---- Known issues --------------------------------------------------------------------------------
@@ -202,6 +210,8 @@ class Environment:
         nvidia_driver: Whether a driver for NVIDIA GPUs is installed.
         tensor_float_32: Whether float32 matmuls may use TensorFloat-32.
         nhwc_batch_norm: Whether cuDNN may normalize NHWC tensors in training as they are.
+        speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by the
+            machine profile; None if that policy is float32.
     """
 
     hardware: hardware.Hardware
@@ -212,6 +222,7 @@ class Environment:
     nvidia_driver: bool = False
     tensor_float_32: bool = True
     nhwc_batch_norm: bool = True
+    speed_of_auto: float | None = None
 
 
 def read_environment(found: hardware.Hardware) -> Environment:
@@ -327,6 +338,19 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
         "Nothing to repair: compare after tf.config.experimental."
         "enable_tensor_float_32_execution(False) to see the gain over full float32.",
         "https://www.tensorflow.org/guide/mixed_precision",
+    ),
+    "auto-is-slower": (
+        lambda e: (
+            not e.hardware.gpus
+            and e.speed_of_auto is not None
+            and e.speed_of_auto < 1
+            and f"{e.speed_of_auto:.2g}"
+        ),
+        'In the dtype of the policy "auto" matmuls are {0} times as fast as in float32 here, so '
+        "layers under it are slower. Intel's CPUs with AVX512-BF16 and without AMX are so.",
+        'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" convert '
+        "only what this machine runs faster, and tfamp.tune measures it.",
+        "https://uops.info/table.html?search=VDPBF16PS",
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,
