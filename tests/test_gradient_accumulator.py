@@ -259,6 +259,20 @@ def test_wrong_arguments_and_other_variables_are_refused():
         tfamp.GradientAccumulator(tfamp.LossScaleOptimizer(accumulating), 2)
 
 
+def test_an_accumulator_made_outside_the_scope_is_refused(two_replicas):
+    with two_replicas.scope():
+        weight = keras.Variable([1.0])
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=1.0)
+        optimizer.build([weight])
+        inside = tfamp.GradientAccumulator(optimizer, 1)
+    outside = tfamp.GradientAccumulator(optimizer, 1)
+    with pytest.raises(ValueError, match=r"Create it under strategy\.scope"):
+        two_replicas.run(lambda: outside.apply_gradients([(tf.ones(1), weight)]))
+    run = tf.function(two_replicas.run)
+    run(lambda: inside.apply_gradients([(tf.ones(1), weight)]))
+    assert weight.numpy().tolist() == [-1.0]  # The sum of two replicas.
+
+
 def test_gradients_unscaled_in_another_function_are_not_unscaled_again():
     weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
     accumulator = tfamp.GradientAccumulator(optimizer, 2)

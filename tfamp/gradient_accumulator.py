@@ -113,12 +113,14 @@ class GradientAccumulator(tf.Module):
             the optimizer's `last_step_finite`.
 
         Raises:
-            ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables differ.
+            ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables differ, or the
+                accumulator was created outside the scope of the strategy.
             TypeError: As `LossScaleOptimizer.apply_gradients`.
         """
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
         gradient_lib.check_gradients(grads, variables)
         gradient_lib.check_in_replica()
+        gradient_lib.check_created_in_scope(self._count, "GradientAccumulator")
         if not self._sums:
             gradient_lib.outside_the_graph(lambda: self._build(variables))
         self._check_variables(variables)

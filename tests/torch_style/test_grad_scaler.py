@@ -170,6 +170,50 @@ def test_a_state_that_is_loaded_holds_in_a_traced_function():
         assert float(scaler.get_scale()) == float(rule.scale)
 
 
+def test_setters_reach_functions_that_were_traced_before():
+    weight, optimizer, scaler = one_weight(growth_interval=100)
+    defaults = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    assert defaults == (2.0, 0.5, 100)
+
+    @tf.function
+    def step(gradient):
+        scaler.step(optimizer, [(gradient, weight)])
+        scaler.update()
+
+    step(tf.zeros(2))
+    traces = step.experimental_get_tracing_count()
+    scaler.set_growth_factor(1.7)
+    scaler.set_backoff_factor(0.3)
+    scaler.set_growth_interval(2)
+    changed = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    assert changed == (1.7, 0.3, 2)
+    rule = TorchRule(8.0, 1.7, 0.3, 2)
+    rule.update(False)
+    for finite in (True, True, False, True, True):
+        step(tf.constant([0.0 if finite else math.inf, 0.0]))
+        rule.update(not finite)
+        assert float(scaler.get_scale()) == float(rule.scale)
+    assert step.experimental_get_tracing_count() == traces
+    assert [scaler.state_dict()[name] for name in ("growth_factor", "growth_interval")] == [1.7, 2]
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "error"),
+    [
+        ("set_growth_factor", 1.0, ValueError),
+        ("set_backoff_factor", 1.0, ValueError),
+        ("set_growth_interval", 0, ValueError),
+        ("set_growth_interval", 2.5, TypeError),
+    ],
+)
+def test_a_bad_setting_changes_nothing(setter, value, error):
+    scaler = tfamp.GradScaler()
+    before = scaler.state_dict()
+    with pytest.raises(error, match=f"{setter.removeprefix('set_')} must be"):
+        getattr(scaler, setter)(value)
+    assert scaler.state_dict() == before
+
+
 @IN_EVERY_MODE
 def test_update_takes_a_new_scale(mode):
     weight, optimizer, scaler = one_weight(growth_interval=2)

@@ -275,6 +275,63 @@ class GradScaler(tf.Module):
         """Returns whether the scaler is enabled."""
         return self._enabled
 
+    def get_growth_factor(self) -> float:
+        """Returns the factor by which the scale grows. Waits for the device."""
+        return float(self._growth_factor.numpy())
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale grows, also in functions that were traced before.
+
+        Args:
+            new_factor: The factor, greater than 1.
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of range.
+
+        Example:
+            >>> import tfamp
+            >>> scaler = tfamp.GradScaler()
+            >>> scaler.set_growth_factor(4.0)
+            >>> scaler.get_growth_factor()
+            4.0
+        """
+        self._growth_factor.assign(options.checked_growth_factor(new_factor))
+
+    def get_backoff_factor(self) -> float:
+        """Returns the factor by which the scale backs off. Waits for the device."""
+        return float(self._backoff_factor.numpy())
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale backs off, also in functions that were traced before.
+
+        Args:
+            new_factor: The factor, between 0 and 1.
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of range.
+        """
+        self._backoff_factor.assign(options.checked_backoff_factor(new_factor))
+
+    def get_growth_interval(self) -> int:
+        """Returns the iterations in a row after which the scale grows. Waits for the device."""
+        return int(self._growth_interval.numpy())
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the iterations in a row without overflow after which the scale grows.
+
+        Functions that were traced before use it too. If as many have passed, the next one grows.
+
+        Args:
+            new_interval: Number of iterations, at least 1.
+
+        Raises:
+            TypeError: It is not an integer.
+            ValueError: It is less than 1.
+        """
+        self._growth_interval.assign(options.checked_count("growth_interval", new_interval))
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as plain numbers, under PyTorch's names. Waits for the device.
 
@@ -375,12 +432,7 @@ class _Iteration:
         return record
 
     def _create_record(self, optimizer: keras.optimizers.Optimizer) -> None:
-        extended = tf.distribute.get_strategy().extended
-        if tf.distribute.has_strategy() and not extended.variable_created_in_scope(self._number):
-            raise ValueError(
-                "This GradScaler was created outside the scope of the strategy it is used in, "
-                "so its replicas would share one scale. Create it under strategy.scope()."
-            )
+        gradient_lib.check_created_in_scope(self._number, "GradScaler")
 
         def create() -> None:
             self._records[optimizer] = _Record(self._scale, self._mark)

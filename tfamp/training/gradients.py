@@ -309,6 +309,16 @@ def check_in_replica() -> None:
         )
 
 
+def check_created_in_scope(variable: Any, user: str) -> None:
+    """Raises if a variable of a `user` was created outside the strategy that it is used in."""
+    extended = tf.distribute.get_strategy().extended
+    if tf.distribute.has_strategy() and not extended.variable_created_in_scope(variable):
+        raise ValueError(
+            f"This {user} was created outside the scope of the strategy it is used in, so its "
+            "replicas would share its variables. Create it under strategy.scope()."
+        )
+
+
 def outside_the_graph(create: Callable[[], None]) -> None:
     """Calls a function that creates variables, outside the graph being traced.
 
