@@ -386,3 +386,21 @@ def test_where_xla_does_not_work_keras_updates(monkeypatch):
         warnings.simplefilter("error")
         pair.run([0])
     pair.assert_same()
+
+
+@pytest.mark.parametrize("name", ["update_step", "apply"])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_method_that_was_replaced_on_the_object_is_called(kind, name):
+    """As a subclass's is."""
+    weight, inner = keras.Variable([1.0]), OPTIMIZERS[kind]()
+    optimizer, calls = tfamp.LossScaleOptimizer(inner, loss_scale=1.0), []
+    original = getattr(inner, name)
+
+    def replaced(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(inner, name, replaced)
+    optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+    assert calls == [name]
+    assert float(weight[0]) != 1.0

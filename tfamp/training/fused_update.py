@@ -401,8 +401,15 @@ _RULES = {
 }
 
 
+# Methods of Keras's optimizers that compute an update.
+_UPDATES = ("update_step", "apply", "apply_gradients", "stateless_apply")
+
+
 def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
-    # Exact classes only: a subclass may compute something else.
+    # Exact classes only: a subclass may compute something else, as may a method that was replaced
+    # on the object.
+    if not vars(optimizer).keys().isdisjoint(_UPDATES):
+        return None
     if type(optimizer) is not keras.optimizers.SGD:
         return _RULES.get(type(optimizer))
     if optimizer.momentum == 0:
