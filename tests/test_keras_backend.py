@@ -53,6 +53,11 @@ def numbers(values):
 stateless = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
 weight = keras.Variable(1.0)
 stateless.build([weight])
+unscaled, _ = stateless.stateless_apply(
+    [v.value for v in stateless.variables], [value(1.0)], [weight.value]
+)
+found["stateless_never_scaled"] = numbers(unscaled)
+stateless.get_scale()
 scale_at = [v.path for v in stateless.variables].index(stateless.dynamic_scale.path)
 state = [v.value for v in stateless.variables]
 weights, state = stateless.stateless_apply(state, [value(4.0)], [weight.value])
@@ -107,7 +112,7 @@ def test_policies_fit_and_loops_work_and_what_needs_tensorflow_says_so(found, ba
     assert found["falls"]
     assert found["unchanged"]
     assert (found["skipped"], found["scale"]) == (1, 2.0**9)
-    assert found["stateless"] == [0.5]
+    assert found["stateless_never_scaled"] == found["stateless"] == [0.5]
     assert found["stateless_overflow"] == [0.5, 2.0]
     assert found["custom"] == [0.5, 2.0]
     for name in ("autocast", "rewrite", "GradScaler"):

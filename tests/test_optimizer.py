@@ -89,7 +89,9 @@ def test_finite_steps_equal_the_inner_optimizers(name, traced, unscale):
 def one_weight(**arguments):
     weight = keras.Variable([1.0, 1.0])
     arguments = {"initial_scale": 8.0} | arguments
-    return weight, tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+    optimizer.get_scale()  # As a loop does that scales its loss by hand.
+    return weight, optimizer
 
 
 def scaled(*values):
@@ -241,6 +243,7 @@ def test_sparse_gradients_are_checked_and_unscaled_on_their_values_only():
         optimizer.apply_gradients([(gradient, table)])
 
     optimizer.build([table])
+    optimizer.get_scale()
     step(8.0 * tf.ones((2, 4)), tf.constant([1, 7]))
     assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
     before = table.numpy()

@@ -1,7 +1,5 @@
 """Bad input to LossScaleOptimizer: a message that helps, and nothing changed."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -171,23 +169,6 @@ def test_unscaling_needs_a_list(bad):
 def test_losses_that_cannot_be_scaled(loss):
     with pytest.raises(TypeError, match="The loss must be a float tensor"):
         wrapped().get_scaled_loss(loss)
-
-
-def test_a_loop_that_never_scales_gets_one_warning():
-    weight, optimizer = keras.Variable([1.0]), wrapped()
-    assert float(optimizer.loss_scale) == optimizer.initial_scale  # Looking at it scales nothing.
-    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
-        optimizer.apply_gradients([(tf.ones(1), weight)])
-        optimizer.apply_gradients([(tf.ones(1), weight)])
-    assert len([w for w in record if w.category is tfamp.TfampWarning]) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tfamp.TfampWarning)
-        wrapped(loss_scale=1.0).apply_gradients([(tf.ones(1), weight)])
-    optimizer = wrapped()
-    step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
-    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
-        step()
-    assert record[0].filename == __file__
 
 
 def test_stateless_apply_says_that_tensorflow_has_none(built):

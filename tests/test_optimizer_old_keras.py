@@ -78,3 +78,57 @@ def test_keras_optimizers_get_takes_what_describes_one():
     assert type(made.inner_optimizer) is keras.optimizers.Adam
     assert (made.initial_scale, float(made.learning_rate)) == (2.0**15, 0.5)
     assert keras.optimizers.get(made) is made
+
+
+class Half(keras.optimizers.SGD):
+    """An optimizer that Keras does not know."""
+
+
+@pytest.mark.parametrize("inner", ["half", {"class_name": "Half", "config": {}}], ids=["a", "b"])
+def test_custom_objects_are_found_in_every_form_of_an_inner_optimizer(inner):
+    named = {"half": Half, "Half": Half}
+    config = {"inner_optimizer": inner}
+    made = tfamp.LossScaleOptimizer.from_config(config, custom_objects=named)
+    assert type(made.inner_optimizer) is Half
+    with pytest.raises(ValueError, match="[Hh]alf"):
+        tfamp.LossScaleOptimizer.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("saved", "rule"),
+    [
+        (
+            {
+                "class_name": "DynamicLossScale",
+                "config": {
+                    "initial_loss_scale": 4096.0,
+                    "increment_period": 100,
+                    "multiplier": 4.0,
+                },
+            },
+            tfamp.DynamicLossScale(4096.0, 4.0, 0.25, growth_steps=100),
+        ),
+        (
+            {"class_name": "FixedLossScale", "config": {"loss_scale_value": 64.0}},
+            tfamp.FixedLossScale(64.0),
+        ),
+    ],
+    ids=["dynamic", "fixed"],
+)
+def test_the_configuration_of_tensorflow_2_3_is_taken(saved, rule):
+    inner = {"class_name": "SGD", "config": {"name": "SGD", "learning_rate": 0.5, "decay": 0.0}}
+    config = {"name": "old", "optimizer": inner, "loss_scale": saved}
+    made = tfamp.LossScaleOptimizer.from_config(config)
+    assert (made.rule, made.name, float(made.learning_rate)) == (rule, "old", 0.5)
+
+
+def test_the_configuration_of_tf_keras_is_taken():
+    tf_keras = pytest.importorskip("tf_keras")
+    inner = tf_keras.optimizers.SGD(0.5, momentum=0.25)
+    theirs = tf_keras.mixed_precision.LossScaleOptimizer(
+        inner, initial_scale=64.0, dynamic_growth_steps=3
+    )
+    made = tfamp.LossScaleOptimizer.from_config(theirs.get_config())
+    assert type(made.inner_optimizer) is keras.optimizers.SGD
+    assert (float(made.learning_rate), made.inner_optimizer.momentum) == (0.5, 0.25)
+    assert (made.initial_scale, made.dynamic_growth_steps) == (64.0, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -14,25 +13,26 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core import options
-from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
-from tfamp.interop.patching import level_of_user
+from tfamp.interop.keras_saving import RestoresInner, read_by_saving
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
+from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
 # Settings of every Keras optimizer, which a wrapper leaves to the inner one. Keras before 3.12
 # saved them in the configuration of its LossScaleOptimizer, too.
 _OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
+_ONLY_IN_KERAS_2 = {"is_legacy_optimizer", "jit_compile"}
 _INNER_SETTINGS = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
     """Wraps a Keras optimizer with loss scaling, so that float16 gradients do not underflow.
 
     The loss is multiplied by a scale before the gradients are taken and the gradients are divided
@@ -153,7 +153,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _create_variables(self) -> None:
         """Creates the state variables; checkpoints find them by the names of the attributes."""
         # Not in build: a function traced before the first apply would hold the scale as a constant.
-        self._scale_was_used = False
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", self.initial_scale)
         self.step_counter = self._scalar("step_counter", "int", 0)
         self._skipped = self._scalar("skipped_steps", "int", 0)
@@ -168,7 +167,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.dynamic_scale,
             unscaled=scaling.Mark(self._unscaled_pending, True),
             nonfinite=scaling.Mark(self._unscaled_finite, False),
+            in_use=scaling.Mark(self._make_in_use(), True),
         )
+        self.scaling_warnings = ScalingWarnings(self.name, self.gradient_record)
+
+    @staticmethod
+    def _make_in_use() -> keras.Variable:
+        """A flag whether losses are scaled, which is a fact of the program and not of its state.
+
+        It is in no file: a loop that scales nothing may go on from a `fit` that does.
+        """
+        return keras.Variable(False, dtype="bool", trainable=False, aggregation="none")
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
@@ -268,7 +277,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             TypeError: `loss` is not a float tensor.
         """
-        scaled = scaling.scaled_loss(loss, self.get_scale())
+        scaled = scaling.scaled_loss(loss, as_tensor(self.dynamic_scale))
         self.gradient_record.note_scaled_loss()
         return scaled
 
@@ -297,6 +306,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [3.0]
         """
         grads = gradient_lib.listed(grads, "get_unscaled_gradients")
+        if self._divides:
+            self.scaling_warnings.before_unscaling()
         return self.gradient_record.unscale(self, grads)
 
     # ---- Applying --------------------------------------------------------------------------------
@@ -379,7 +390,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
-        self._warn_if_no_loss_was_scaled(unscaled)
+        if unscaled is None and self._divides:
+            self.scaling_warnings.before_step(grads, variables)
         if self.rule == FixedLossScale(1.0):
             unscaled = True
         gradients, finite = self._checked(grads, variables, unscaled)
@@ -414,18 +426,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     "optimizer for a new set of variables, or build it with all of them first."
                 )
 
-    def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
-        known = unscaled is not None or self.gradient_record.last_call == "unscale"
-        divides = self.dynamic or self.initial_scale != 1.0
-        if divides and not known and not self._scale_was_used:
-            warnings.warn(
-                f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
-                "been scaled with it yet. In a custom loop take the gradients of "
-                "optimizer.get_scaled_loss(loss), or pass unscaled=True.",
-                TfampWarning,
-                stacklevel=level_of_user(),
-            )
-        self._scale_was_used |= not unscaled  # Warn once.
+    @property
+    def _divides(self) -> bool:
+        """Whether the scale is ever another than 1."""
+        return self.dynamic or self.initial_scale != 1.0
 
     def _record_step(self, finite: Any) -> None:
         """Updates the loss scale and its counters after a step with finite gradients or not."""
@@ -445,7 +449,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             optimizer_variables: Values of `variables`, in that order.
-            grads: Gradients of the scaled loss.
+            grads: Gradients of the scaled loss, or of the loss itself if none has been scaled.
             trainable_variables: Values of the variables the optimizer was built with.
 
         Returns:
@@ -460,7 +464,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         inner_values = list(optimizer_variables[len(self._variables) :])
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            scale = self.dynamic_scale.value
+            # Functions without state have no flag to read: what was traced before decides.
+            scale = self.dynamic_scale.value if self.gradient_record.was_used else None
             gradients = Gradients(list(grads), self._trainable_variables, scale).unscaled()
             finite = gradients.all_finite()
             self._record_step(finite)
@@ -480,14 +485,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---- State -----------------------------------------------------------------------------------
 
     def get_scale(self) -> Any:
-        """Returns the current loss scale to scale a loss with, a scalar float32 tensor."""
-        self._scale_was_used = True
+        """Returns the current loss scale to scale a loss with, a scalar float32 tensor.
+
+        From the first call on, `apply` divides gradients by the scale, as after a scaled loss.
+        """
+        self.gradient_record.note_read_scale()
         return as_tensor(self.dynamic_scale)
 
     @property
     def loss_scale(self) -> Any:
-        """The current loss scale, a scalar float32 tensor."""
-        return as_tensor(self.dynamic_scale)
+        """The current loss scale, a scalar float32 tensor; reading it counts as `get_scale`."""
+        # Keras and TensorFlow read every attribute of what they save.
+        return as_tensor(self.dynamic_scale) if read_by_saving() else self.get_scale()
 
     @property
     def dynamic(self) -> bool:
@@ -573,6 +582,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "grad_clip": None if clip is None else clip.to_dict(),
         }
 
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the state from a Keras file, also from one that the inner optimizer saved alone.
+
+        Args:
+            store: The saved variables by number, as Keras gives them.
+        """
+        saved_alone = len(store.keys()) == len(self.inner_optimizer.variables)
+        if saved_alone:
+            self.inner_optimizer.load_own_variables(store)
+        else:
+            super().load_own_variables(store)
+
+    def _only_in_saved_models(self) -> dict[str, Any]:
+        mark = self.gradient_record.in_use
+        return {} if mark is None else {"scale_is_in_use": mark.variable}
+
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
@@ -581,8 +606,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             config: The configuration, or one of a `keras.optimizers.LossScaleOptimizer` of any
-                release of Keras 3. The inner optimizer may be a name that
-                `keras.optimizers.get` takes, such as "adam".
+                release of Keras 3, or of Keras 2 and tf_keras. The inner optimizer may be a name
+                that `keras.optimizers.get` takes, such as "adam".
             custom_objects: Names of user-defined classes of the inner optimizer.
 
         Returns:
@@ -599,13 +624,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             32768.0
         """
         arguments = {name: v for name, v in config.items() if name not in _INNER_SETTINGS}
+        if "optimizer" in arguments:
+            arguments["inner_optimizer"] = arguments.pop("optimizer")
+            arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
         inner = arguments.pop("inner_optimizer", None)
-        if isinstance(inner, Mapping) and "module" in inner:
-            inner = keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects)
-        if saved := arguments.pop("loss_scale", None):
+        if isinstance(inner, Mapping) and "config" in inner:
+            own = {k: v for k, v in inner["config"].items() if k not in _ONLY_IN_KERAS_2}
+            inner = {**inner, "config": own}
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            if isinstance(inner, Mapping) and "module" in inner:
+                inner = keras.saving.deserialize_keras_object(inner)
+            inner = keras.optimizers.get(inner)
+        if isinstance(saved := arguments.pop("loss_scale", None), Mapping):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
-            arguments["loss_scale"] = kind(**saved)
-        return cls(keras.optimizers.get(inner), **arguments)
+            saved = kind(**saved)
+        return cls(inner, loss_scale=saved, **arguments)
 
 
 def _inner_setting(name: str) -> property:

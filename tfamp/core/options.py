@@ -264,6 +264,19 @@ def resolve_loss_scale(
     return FixedLossScale(loss_scale)
 
 
+def loss_scale_of_keras_2(saved: Mapping[str, Any]) -> LossScale:
+    """Returns the rule of a serialized loss scale, as Keras 2 wrote it up to TensorFlow 2.3."""
+    values = saved["config"]
+    if saved["class_name"] == "FixedLossScale":
+        return FixedLossScale(values["loss_scale_value"])
+    return DynamicLossScale(
+        values["initial_loss_scale"],
+        growth_factor=values["multiplier"],
+        backoff_factor=1 / values["multiplier"],
+        growth_steps=values["increment_period"],
+    )
+
+
 # ---- The state of a loss scale -------------------------------------------------------------------
 
 # `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share this

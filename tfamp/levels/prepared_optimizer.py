@@ -201,11 +201,13 @@ def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
         return inner
     wanted = {"rule": rule, "inner_optimizer": inner, **features}
     if own and all(getattr(optimizer, name) == value for name, value in wanted.items()):
-        return optimizer
-    made = LossScaleOptimizer(inner, loss_scale=rule, **features)
-    if own:
-        continue_from(made, optimizer)
-    _made_here.set(made, True)
+        made = optimizer
+    else:
+        made = LossScaleOptimizer(inner, loss_scale=rule, **features)
+        if own:
+            continue_from(made, optimizer)
+        _made_here.set(made, True)
+    made.scaling_warnings.in_float16 = level.dtype == "float16" and level.level != "O0"
     return made
 
 

@@ -112,10 +112,19 @@ class GradientRecord:
         scale: Variable with the loss scale.
         unscaled: Mark of gradients that were unscaled and not applied.
         nonfinite: Mark of unscaled gradients that were not finite.
+        in_use: Mark of a scale that a loss was multiplied by, or that was read. Until it is set,
+            gradients are taken as they are. None: the scale is always in use.
+
+    Attributes:
+        was_used: Whether any call, in a trace that has perhaps not run yet, used the scale.
     """
 
-    def __init__(self, scale: Any, unscaled: Mark, nonfinite: Mark) -> None:
+    def __init__(
+        self, scale: Any, unscaled: Mark, nonfinite: Mark, in_use: Mark | None = None
+    ) -> None:
         self._scale, self.unscaled, self.nonfinite = scale, unscaled, nonfinite
+        self.in_use = in_use
+        self.was_used = in_use is None
         self._calls = _CallsPerGraph()
 
     @property
@@ -133,6 +142,11 @@ class GradientRecord:
     def last_call(self) -> str | None:
         """The last call in this graph, "scale", "unscale" or "step"; None without one."""
         return self._calls.current().last
+
+    @property
+    def was_read_after_scaling(self) -> bool:
+        """Whether the scale was read after a loss was scaled, and no step has been taken since."""
+        return self._calls.current().read_after_scaling
 
     def unscale(self, optimizer: Any, gradients: list[Any], everywhere: bool = False) -> list[Any]:
         """Unscales gradients for an optimizer, once; checks them and records both.
@@ -182,6 +196,9 @@ class GradientRecord:
         divisor = None if unscaled else as_tensor(self._scale)
         if unscaled is None:
             divisor = ops.where(self.unscaled.is_set, 1.0, divisor)
+            # Decided when the step runs: another function may scale a loss after this trace.
+            if self.in_use is not None and not calls.uses_scale:
+                divisor = ops.where(self.in_use.is_set, divisor, 1.0)
         return Gradients(gradients, targets, divisor, checked)
 
     def forget_here(self) -> None:
@@ -194,8 +211,21 @@ class GradientRecord:
         They were looked at, or part of this loss, or of another backward pass of the same step,
         whose gradients will be unscaled too.
         """
-        self._calls.current().last = "scale"
+        calls = self._calls.current()
+        calls.last, calls.read_after_scaling = "scale", False
         self.unscaled.clear()
+        self._note_use(calls)
+
+    def note_read_scale(self) -> None:
+        """Records that the scale was read, perhaps to multiply a loss by it."""
+        calls = self._calls.current()
+        calls.read_after_scaling |= calls.last == "scale"
+        self._note_use(calls)
+
+    def _note_use(self, calls: _Calls) -> None:
+        calls.uses_scale = self.was_used = True
+        if self.in_use is not None:
+            self.in_use.set()
 
 
 _WEAK = weakref.WeakValueDictionary
@@ -206,6 +236,9 @@ class _Calls:
     """Calls since the last step, in one graph or in eager mode."""
 
     last: str | None = None
+    # A loss was scaled, or the scale read; the latter after the former.
+    uses_scale: bool = False
+    read_after_scaling: bool = False
     # Gradients that were unscaled and the results, by identity: one is finite if the other is.
     # Weak references, as a record must not keep a step's gradients alive.
     tensors: weakref.WeakValueDictionary[int, Any] = field(default_factory=_WEAK)

@@ -1,0 +1,97 @@
+"""How TensorFlow and Keras save an optimizer that holds another one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+# Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
+_LISTS = ("_variables", "_trainable_variables")
+_OF_EVERY_OPTIMIZER = {*_LISTS, "_trainable_variables_indices", "_iterations", "_learning_rate"}
+_INNER = "inner_optimizer"
+# Modules that read all attributes of an object to find what to save.
+_SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
+
+
+def read_by_saving() -> bool:
+    """Whether the property that calls this is read by a walk over all attributes of an object."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(_SAVING)
+
+
+class RestoresInner:
+    """Mixin of an optimizer wrapper that also restores what its inner optimizer saved alone.
+
+    TensorFlow restores an object's children by name. The variables of a wrapper and those of a bare
+    optimizer have the same names, so that a momentum would become the loss scale. A wrapper
+    therefore saves its state under names of its own, and what a checkpoint holds under the common
+    names goes to the inner optimizer. Checkpoints that hold both, as Keras's wrapper and tfamp
+    1.0.0rc1 write them, are recognized by an `inner_optimizer`.
+    """
+
+    inner_optimizer: Any
+
+    def _only_in_saved_models(self) -> dict[str, Any]:
+        """Variables that functions capture, and that no checkpoint holds."""
+        return {}
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+        if save_type != "checkpoint":
+            return found | self._only_in_saved_models()
+        return _Children({k: v for k, v in found.items() if k not in _OF_EVERY_OPTIMIZER})
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        children = cached_dependencies
+        if not isinstance(children, _Children):  # Not while a checkpoint is restored.
+            return super()._lookup_dependency(name, children)  # type: ignore[misc]
+        children.has_inner |= name == _INNER
+        if name in children:
+            return children[name]
+        if name in _LISTS:
+            return _State(self, name, children)
+        # The values of the other common names are in the lists, too.
+        common = name in _OF_EVERY_OPTIMIZER
+        return None if common else self.inner_optimizer._lookup_dependency(name)
+
+
+class _Children(dict[str, Any]):
+    """Objects of a wrapper that a checkpoint may hold; one mapping for each checkpoint."""
+
+    has_inner = False
+
+
+_Trackable: Any = tf.__internal__.tracking.Trackable
+
+
+class _State(_Trackable):
+    """Stands for a list of variables, a wrapper's or its inner optimizer's.
+
+    TensorFlow restores what is in it after it has looked up all children of the wrapper, so that
+    `has_inner` is known by then.
+    """
+
+    def __init__(self, wrapper: Any, name: str, children: _Children) -> None:
+        self._wrapper, self._name, self._siblings = wrapper, name, children
+
+    @property
+    def _list(self) -> Any:
+        """The list; None for a wrapper's variables to train, which are not its state."""
+        of_wrapper = self._siblings.has_inner
+        found = getattr(self._wrapper if of_wrapper else self._wrapper.inner_optimizer, self._name)
+        return found if isinstance(found, _Trackable) else None
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._list
+        return {} if found is None else found._trackable_children(*args, **kwargs)
+
+    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._list
+        return None if found is None else found._lookup_dependency(*args, **kwargs)
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        # Of variables that are created later.
+        found = self._list
+        return super()._deferred_dependencies if found is None else found._deferred_dependencies

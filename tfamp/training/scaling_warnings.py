@@ -1,0 +1,69 @@
+"""Warnings about loops that scale a loss without unscaling its gradients, or the reverse."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfamp.core.errors import TfampWarning
+from tfamp.interop.patching import level_of_user
+from tfamp.training.gradients import dtype_name
+from tfamp.training.scaling import GradientRecord
+
+
+class ScalingWarnings:
+    """Warns of mistakes in the use of one optimizer's loss scale, once of each kind.
+
+    Args:
+        name: Name of the optimizer.
+        record: Record of its gradients.
+
+    Attributes:
+        in_float16: Whether layers compute in float16 although the policy of the process does not;
+            `prepare` sets it.
+    """
+
+    def __init__(self, name: str, record: GradientRecord) -> None:
+        self._name, self._record = name, record
+        self._given: set[str] = set()
+        self.in_float16 = False
+
+    def before_unscaling(self) -> None:
+        """Warns if no loss was ever scaled."""
+        if not self._record.was_used:
+            self._warn_once(
+                f"{self._name} divides gradients by its loss scale, but no loss has been scaled "
+                "with it: they become far too small, and training stands still. Take the gradients "
+                "of optimizer.get_scaled_loss(loss), or apply them as they are."
+            )
+
+    def before_step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Warns of gradients that were never scaled, or are divided by the scale once too often."""
+        if self._record.last_call == "unscale":
+            return
+        if not self._record.was_used and self._computes_in_float16([*gradients, *variables]):
+            self._warn_once(
+                f"No loss has been scaled with {self._name}, so it applies gradients as they are. "
+                "In float16 small gradients are lost: they become zero. Take the gradients of "
+                "optimizer.get_scaled_loss(loss), or pass loss_scale=1.0 to go without."
+            )
+        if self._record.was_read_after_scaling:
+            self._warn_once(
+                f"The scale of {self._name} was read after a loss was scaled with it, and apply "
+                "divides the gradients by it. If they have been divided by it already, pass "
+                "unscaled=True, or divide with optimizer.get_unscaled_gradients(gradients). If "
+                "not, pass unscaled=False."
+            )
+
+    def _computes_in_float16(self, tensors: Sequence[Any]) -> bool:
+        found = {dtype_name(each) for each in tensors if each is not None}
+        policy = keras.config.dtype_policy().compute_dtype
+        return self.in_float16 or "float16" in {policy, *found}
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._given:
+            self._given.add(message)
+            warnings.warn(message, TfampWarning, stacklevel=level_of_user())
