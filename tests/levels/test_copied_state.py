@@ -83,7 +83,7 @@ def _call(layer, x):
 
 
 def states(model):
-    """What `set_random_seed` and `seed=` decide about a model: its variables but its weights."""
+    """Variables of a model that are not weights: the states of its random generators."""
     weights = {id(each) for each in model.weights}
     return [np.asarray(each) for each in model.variables if id(each) not in weights]
 
