@@ -208,11 +208,8 @@ class Named(keras.Model):
         return self.head(self.second(self.first(x)))
 
 
-class Block(layers.Layer):
-    """A layer that makes another one when it is built, and has a regularizer of its own."""
-
-    def __init__(self):
-        super().__init__(activity_regularizer="l2")
+class Head(layers.Layer):
+    """A layer that makes another one when it is built."""
 
     def build(self, shape):
         self.inner = layers.Dense(8)
@@ -220,6 +217,13 @@ class Block(layers.Layer):
 
     def call(self, x):
         return self.inner(x)
+
+
+class Block(Head):
+    """The same with a regularizer of its own, whose constructor takes nothing."""
+
+    def __init__(self):
+        super().__init__(activity_regularizer="l2")
 
 
 @pytest.mark.parametrize("arguments", [O3, MASTERS])
@@ -281,14 +285,35 @@ def test_losses_constraints_and_casts_set_since_are_carried_over():
     last.activity_regularizer = keras.regularizers.L2(1.0)
     x, made = np.ones((2, 8), "float32"), tfamp.prepare(model, **O3)[0]
     assert not made.layers[0].autocast
-    assert isinstance(made.layers[1].kernel.constraint, keras.constraints.NonNeg)
+    constrained = made.layers[1].kernel.constraint(keras.ops.convert_to_tensor([[-1.0], [2.0]]))
+    assert np.asarray(constrained).tolist() == [[0.0], [2.0]]
     for each in (model, made):
         each(x)
     expected, found = (sum(map(float, each.losses)) for each in (model, made))
     assert found == pytest.approx(expected, rel=0.02)
     back, _ = tfamp.prepare(made, level="O0")
     assert back.layers[1].kernel.regularizer is last.kernel.regularizer
+    assert back.layers[1].kernel.constraint is last.kernel.constraint
     assert back.layers[0].kernel.regularizer is None
+
+
+def test_constraints_of_low_weights_compute_in_float32():
+    constraint = keras.constraints.MaxNorm(500.0)
+    limited = layers.Dense(4, kernel_constraint=constraint)
+    model = keras.Sequential([keras.Input((8,)), limited, layers.Dense(2)])
+    limited.kernel.assign(np.full((8, 4), 120.0))  # float16 cannot hold the squares' sum
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    made, _ = tfamp.prepare(model, level="O3", dtype="float16", master_weights=False)
+    made.fit(np.zeros((4, 8)), np.zeros((4, 2)), verbose=0)
+    np.testing.assert_array_equal(np.asarray(made.layers[0].kernel, "float32"), limited.kernel)
+
+
+def test_layers_made_in_the_build_of_a_kept_layer_are_kept_too():
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, Head()(layers.Dense(8)(inputs)))
+    for arguments in (O3, MASTERS):
+        made, _ = tfamp.prepare(model, keep_float32=Head, **arguments)
+        assert [each.dtype for each in made.weights] == ["bfloat16"] * 2 + ["float32"] * 2
 
 
 def test_what_was_set_since_it_was_compiled_holds_for_a_copy():

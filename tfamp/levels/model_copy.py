@@ -35,7 +35,7 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
     ValueError says that the model cannot be made from its configuration, or names a weight that is
     out of range in its new dtype.
     """
-    with _without_initializing() as postponed:
+    with _without_initializing() as postponed, _building_in_own_policies():
         made = _from_config(model)
         _set_late_policies(model, made)
         _build_like(model, made)
@@ -78,6 +78,23 @@ def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
             yield postponed
         finally:
             random.setstate(drawn)
+
+
+@contextlib.contextmanager
+def _building_in_own_policies() -> Iterator[None]:
+    """A context in which the layers that a new layer's `build` makes get its policy."""
+    with contextlib.ExitStack() as undo:
+
+        def layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+            original(layer, *args, **kwargs)
+            undo.callback(wrap_method(layer, "build", functools.partial(build, layer)))
+
+        def build(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+            with policy_scope(float_policy(layer) or "float32"):
+                return original(*args, **kwargs)
+
+        with patched_here(layer_init=layer_init):
+            yield
 
 
 def _from_config(model: Any) -> Any:
@@ -183,8 +200,7 @@ def _set_late_policies(model: Any, made: Any) -> None:
 def _build_like(model: Any, made: Any) -> None:
     # Random states too: a model may have all its weights before it is built, and no generator.
     complete = len(made.variables) == len(model.variables)
-    pairs = same_layers(model, made)
-    if complete or all(new.built for old, new in pairs if old.built):
+    if complete or all(new.built for old, new in same_layers(model, made) if old.built):
         return
     config = model.get_build_config()
     if config is None:
@@ -192,19 +208,8 @@ def _build_like(model: Any, made: Any) -> None:
             f"{model.name} cannot be built again, as its shapes are not known; build it with "
             "model.build(input_shape)."
         )
-    with contextlib.ExitStack() as undo:
-        for old, new in pairs:
-            if not new.built:
-                build = functools.partial(_build_in, float_policy(old) or "float32")
-                undo.callback(wrap_method(new, "build", build))
-        made.build_from_config(config)
+    made.build_from_config(config)
     made.built = True
-
-
-def _build_in(policy: str, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Builds a layer; the layers that its `build` makes get its policy."""
-    with policy_scope(policy):
-        return build(*args, **kwargs)
 
 
 def _copy_weight(value: Any, before: Any, after: Any) -> None:
@@ -213,12 +218,9 @@ def _copy_weight(value: Any, before: Any, after: Any) -> None:
     after.assign(keras.ops.cast(value, after.dtype))
     if after.trainable != before.trainable:
         after.trainable = before.trainable
-    after.constraint = before.constraint
-    regularizer = before.regularizer
-    if isinstance(regularizer, _InFloat32):
-        regularizer = regularizer.regularizer
-    is_low = regularizer is not None and after.dtype in LOW_PRECISION
-    after.regularizer = _InFloat32(regularizer) if is_low else regularizer
+    is_low = after.dtype in LOW_PRECISION
+    after.regularizer = _in_float32(before.regularizer, is_low, _RegularizerInFloat32)
+    after.constraint = _in_float32(before.constraint, is_low, _ConstraintInFloat32)
 
 
 def _copy_own_state(layer: Any, made: Any) -> set[int]:
@@ -309,17 +311,32 @@ def _difference(model: Any, made: Any) -> str:
     )
 
 
-class _InFloat32(keras.regularizers.Regularizer):
-    """A regularizer that computes in float32, the dtype of the loss it is added to.
+def _in_float32(function: Any, is_low: bool, kind: type[_InFloat32]) -> Any:
+    """Returns what regularizes or constrains a weight, as it is or, of a low one, in float32."""
+    own = function.function if isinstance(function, _InFloat32) else function
+    return kind(own) if is_low and own is not None else own
 
-    A `Regularizer`, as variables of Keras up to 3.14 accept nothing else.
-    """
 
-    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
-        self.regularizer = regularizer
+class _InFloat32:
+    """A function of a weight, computed in float32: sums of squares exceed float16's range."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+
+# Variables of Keras up to 3.14 accept nothing but a `Regularizer` and a `Constraint`.
+class _RegularizerInFloat32(_InFloat32, keras.regularizers.Regularizer):
+    """A regularizer that computes in float32, the dtype of the loss it is added to."""
 
     def __call__(self, x: Any) -> Any:
-        return self.regularizer(keras.ops.cast(x, "float32"))
+        return self.function(keras.ops.cast(x, "float32"))
+
+
+class _ConstraintInFloat32(_InFloat32, keras.constraints.Constraint):
+    """A constraint that computes in float32."""
+
+    def __call__(self, w: Any) -> Any:
+        return keras.ops.cast(self.function(keras.ops.cast(w, "float32")), w.dtype)
 
 
 def _check_range(value: Any, target: Any) -> None:
