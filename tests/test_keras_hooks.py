@@ -87,6 +87,39 @@ def test_private_functional_of_and_sublayers():
     assert keras_hooks.sublayers(layer) == (layer.layer,)
 
 
+def test_private_seed_generators_and_own_metrics():
+    class Measured(keras.layers.Dropout):
+        def __init__(self):
+            super().__init__(0.5)
+            self._tracker.unlock()
+            self.mean = keras.metrics.Mean()
+
+    layer = Measured()
+    assert keras_hooks.seed_generators(layer) == (layer.seed_generator,)
+    assert keras_hooks.own_metrics(layer) == (layer.mean,)
+    model = keras.Sequential([layer])
+    assert (keras_hooks.seed_generators(model), keras_hooks.own_metrics(model)) == ((), ())
+
+
+def test_private_paths():
+    model, other = (keras.Sequential([keras.layers.Dense(1)], name=name) for name in "ab")
+    model.build((None, 2))
+    other.build((None, 2))
+    for old, new in zip((model, *model.weights), (other, *other.weights), strict=True):
+        keras_hooks.place_like(old, new)
+        assert new.path == old.path
+    assert model.weights[0].path.startswith("a/")
+
+
+def test_private_mode_of_rematerialization():
+    with keras.RematScope("full"):
+        layer = keras.layers.Dense(1)
+    other = keras.layers.Dense(1)
+    assert (keras_hooks.rematerializes(layer), keras_hooks.rematerializes(other)) == (True, False)
+    keras_hooks.rematerialize_like(layer, other)
+    assert keras_hooks.rematerializes(other)
+
+
 def test_private_nodes_producer_and_symbolic_dtype():
     x = keras.Input((2,))
     layer = keras.layers.Dense(1)

@@ -107,6 +107,20 @@ def test_wrong_name_lists_the_names_and_suggests_the_nearest(name, suggestion):
     assert all(known in str(error.value) for known in POLICY_NAMES)
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "mode"),
+    [
+        ("int8_from_mixed_float16", "mixed_float16", "int8"),
+        ("gptq/4/128_from_float32", "float32", "gptq"),
+    ],
+)
+def test_the_name_of_a_quantized_policy_is_explained(name, own, mode):
+    with pytest.raises(ValueError, match=rf"give '{own}', .* model\.quantize\('{mode}'\)"):
+        tfamp.Policy(name)
+    with pytest.raises(ValueError, match="did you mean"):
+        tfamp.Policy(name.replace(own, "float"))
+
+
 class DTypePolicy:
     """Stands for Keras's."""
 

@@ -133,6 +133,14 @@ def _resolved_name(name: object) -> str:
             f"name must be a string, one of {', '.join(POLICY_NAMES)}; got {name!r} of type "
             f"{type(name).__name__}.{hint}"
         )
+    mode, is_quantized, own = name.partition("_from_")
+    if is_quantized and own in POLICY_NAMES:
+        raise ValueError(
+            f"{name!r} is the policy of layers that Keras has quantized, and a tfamp.Policy is not "
+            f"quantized: give {own!r}, and quantize the finished model with "
+            f"model.quantize({mode.partition('/')[0]!r}). Levels and policies keep its quantized "
+            "layers."
+        )
     if name not in POLICY_NAMES:
         raise ValueError(
             f"name must be one of {', '.join(POLICY_NAMES)}; got {name!r}; did you mean "

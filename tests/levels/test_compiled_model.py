@@ -1,5 +1,7 @@
 """Models whose class has a `compile` of its own, at every level."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -33,6 +35,61 @@ def _two():
 
 def _layers():
     return [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)]
+
+
+_LEFT = r"optimizers of its own \(d_optimizer, g_optimizer\).*no loss scale.*scale_loss\(loss\)"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_under_other_names_are_left_with_a_warning_that_names_them(level):
+    model = TwoOptimizers()
+    model.build((None, 3))
+    tfamp.prepare(model, level=level, dtype="float16")
+    first, second = _two()
+    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as caught:
+        model.compile(g_optimizer=second, d_optimizer=first)
+    assert (model.d_optimizer, model.g_optimizer) == (first, second)
+    assert caught[0].filename == __file__
+    tfamp.prepare(model, level="O0")
+    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as caught:
+        tfamp.prepare(model, level=level, dtype="float16")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.TfampWarning)
+        tfamp.prepare(model, level=level, dtype="bfloat16")  # needs no loss scale
+        model.compile(*(tfamp.LossScaleOptimizer(each) for each in _two()))
+        tfamp.prepare(model, level=level, dtype="float16")
+        model.scaler = tfamp.GradScaler()
+        model.compile(*_two())
+        tfamp.prepare(model, level=level, dtype="float16")
+
+
+class Several(keras.Sequential):
+    def compile(self, optimizers, **kwargs):
+        super().compile(**kwargs)
+        self.several = optimizers
+
+
+@pytest.mark.parametrize(
+    ("several", "names"),
+    [
+        (lambda: [*_two()], r"\(several\[0\], several\[1\]\)"),
+        (lambda: {"d": _two()[0], "g": tfamp.LossScaleOptimizer(_two()[1])}, r"\(several\['d'\]\)"),
+    ],
+)
+def test_optimizers_in_lists_and_dicts_are_named_too(several, names):
+    model, _ = tfamp.prepare(Several(_layers()), level="O2", dtype="float16")
+    with pytest.warns(tfamp.TfampWarning, match=f"optimizers of its own {names}"):
+        model.compile(several(), loss="mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.TfampWarning)
+        model.compile(several(), loss="mse", auto_scale_loss=False)
+
+
+def test_own_optimizers_of_low_weights_are_named_for_their_masters():
+    model, _ = tfamp.prepare(Several(_layers()), level="O2", dtype="bfloat16", master_weights=True)
+    with pytest.warns(tfamp.TfampWarning, match="bare ones have no float32 master weights"):
+        model.compile([*_two()], loss="mse")
 
 
 @pytest.mark.filterwarnings("ignore:rm_sprop")

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
 from helpers import level_models
@@ -117,6 +118,17 @@ def test_what_cannot_be_measured_is_refused():
         tfamp.prepare(model, level="auto", example_batch=example()[0])
     with pytest.raises(TypeError, match=r"sample_weight\); got tuple"):
         tfamp.prepare(model, level="auto", example_batch=example() * 2)
+    x, y = example()
+    for wrong, text in (
+        ([1.0, 2.0], r"1\.0 of type float"),
+        (tf.TensorSpec((8, *x.shape[1:])), "TensorSpec"),
+        (keras.Input(x.shape[1:]), "KerasTensor"),
+        (tf.data.Dataset.from_tensors(x), "Dataset"),
+    ):
+        for name, batch in (("x", (wrong, y)), ("y", (x, wrong))):
+            message = f"arrays or tensors with values, .*; {name} holds .*{text}"
+            with pytest.raises(TypeError, match=message):
+                tfamp.prepare(model, level="auto", example_batch=batch)
     with pytest.raises(ValueError, match="is not compiled"):
         fresh = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         tfamp.prepare(fresh, level="auto", example_batch=example())

@@ -1,6 +1,7 @@
 """A configuration is read from dicts and files; mistakes name key and cure."""
 
 import copy
+import importlib.util
 import json
 import sys
 
@@ -20,8 +21,14 @@ FULL = {
 }
 
 
-def test_a_configuration_comes_from_a_dict_and_from_json_and_does_not_change(tmp_path):
+def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_change(tmp_path):
     config = PrecisionConfig.from_dict(FULL)
+    assert config.to_dict() == FULL
+    assert PrecisionConfig.from_dict(config.to_dict()) == config
+    rounded = {"level": "O3", "weight_rounding": "stochastic", "slots": "bfloat16"}
+    assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
+    placed = {"level": "O1", "placement": "fused", "master_weights": False}
+    assert PrecisionConfig.from_dict(placed).to_dict() == placed
     assert config.grad_clip == GradClip(35)
     assert (config.keep_float32, config.master_weights) == (("head", "^block1_"), True)
     assert PrecisionConfig.from_dict({}) == PrecisionConfig()
@@ -59,6 +66,13 @@ def test_a_loss_scale_is_read_as_other_systems_write_it(given, meant):
     assert values == before
 
 
+@pytest.mark.parametrize("scale", [FixedLossScale(8.0), DynamicLossScale(growth_steps=3), "none"])
+@pytest.mark.parametrize("clip", [None, GradClip(1.0, norm_type=float("inf"))])
+def test_every_loss_scale_and_clipping_can_be_written_to_a_file(scale, clip):
+    config = PrecisionConfig(loss_scale=scale, grad_clip=clip)
+    assert PrecisionConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
 @pytest.mark.parametrize(
     ("name", "given", "meant"),
     [
@@ -83,6 +97,11 @@ def test_dtypes_and_levels_are_read_liberally(name, given, meant):
         ({"loss_scale": "dynamik"}, ValueError, "loss_scale must be"),
         ({"loss_scale": [1]}, TypeError, "loss_scale must be"),
         ({"loss_scale": {"init_scal": 1}}, ValueError, "did you mean 'init_scale'"),
+        (
+            {"loss_scale": {"init_scale": 512.0, "mode": "static"}},
+            ValueError,
+            "mode 'static', .* give 'dynamic'. For a fixed scale give the number alone",
+        ),
         ({"loss_scale": {"scale": 1, "hysteresis": 2}}, ValueError, "no key 'hysteresis'"),
         ({"loss_scale": {"init_scale": 1, "initial_scale": 2}}, ValueError, "twice"),
         ({"grad_clip": {"norm_type": 2}}, ValueError, "max_norm"),
@@ -101,7 +120,6 @@ def test_mistakes_are_errors_that_name_key_and_cure(values, error, message):
         PrecisionConfig.from_dict(values)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML by itself")
 @pytest.mark.parametrize("table", ["", "[tfamp]\n"])
 def test_a_toml_file_is_read(tmp_path, table):
     path = tmp_path / "precision.toml"
@@ -113,16 +131,34 @@ def test_a_toml_file_is_read(tmp_path, table):
     assert config.grad_clip == GradClip(35, norm_type=float("inf"))
 
 
+@pytest.mark.parametrize("has_tomli", [True, False])
+def test_python_3_10_reads_toml_with_tomli(tmp_path, monkeypatch, has_tomli):
+    installed = [name for name in ("tomllib", "tomli") if importlib.util.find_spec(name)]
+    module = importlib.import_module(installed[0])  # tomllib was tomli before Python 3.11
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", module if has_tomli else None)
+    path = tmp_path / "precision.toml"
+    path.write_text('level = "O1"')
+    if has_tomli:
+        assert PrecisionConfig.from_file(path) == PrecisionConfig(level="O1")
+        return
+    with pytest.raises(ImportError, match=r"precision\.toml is TOML.*Install tomli, .* as JSON"):
+        PrecisionConfig.from_file(path)
+    assert PrecisionConfig.from_dict({"level": "O1"}).level == "O1"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("p.yaml", "", r"\.json or \.toml"),
         ("p.json", "{", r"p\.json: Expecting"),
         ("p.json", '{"levl": "O1"}', r"p\.json.*did you mean 'level'"),
+        ("p.toml", "level = ", r"p\.toml: "),
+        ("p.toml", "tfamp = 3", r"p\.toml: PrecisionConfig must be a dict"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         PrecisionConfig.from_file(path)

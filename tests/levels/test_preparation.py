@@ -1,6 +1,7 @@
 """`prepare`: what each level makes of a model, and that every way leads back to float32."""
 
 import gc
+import json
 import warnings
 import weakref
 
@@ -350,12 +351,15 @@ def test_settings_print_as_a_table():
     assert (prepared.model, prepared.optimizer) == (model, optimizer)
     text = str(prepared.settings)
     assert "O2 (layer policies)" in text
-    assert "clipped to norm 35 of type 2" in text
+    assert "gradients       clipped to norm 35 of type 2" in text
     rows = {row.kind: row for row in prepared.settings.layers}
     assert (rows["Conv2D"].compute_dtype, rows["Conv2D"].why) == ("float16", "level O2")
     assert (rows["BatchNormalization"].compute_dtype, rows["Dense"].why) == ("float32", "output")
     assert all(row.path in text for row in prepared.settings.layers)
     assert str(tfamp.precision_settings(model)) == text
+    plain = tfamp.prepare(KINDS["sequential"](), dtype="float16").settings
+    assert "gradients       not clipped\n" in str(plain)
+    assert "not clipped" in plain._repr_html_()
 
 
 def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path, monkeypatch):
@@ -368,6 +372,26 @@ def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path, monkeypatch):
     # What is given to the call wins.
     _, optimizer = tfamp.prepare(KINDS["sequential"](), "sgd", config=values, loss_scale=8)
     assert float(optimizer.loss_scale) == 8.0
+
+
+@pytest.mark.parametrize("kind", ["dict", "file"])
+def test_a_configuration_is_checked_together_with_the_arguments(tmp_path, kind):
+    def prepare(values, **arguments):
+        path = tmp_path / "p.json"
+        path.write_text(json.dumps({"tfamp": values}))
+        config = values if kind == "dict" else path
+        return tfamp.prepare(KINDS["sequential"](), config=config, **arguments)
+
+    assert prepare({"placement": "lists"}, level="O1", dtype="bfloat16").settings.level == "O1"
+    assert prepare({"level": "O1", "dtype": "float32"}, dtype="float16").settings.dtype == "float16"
+    wrong = {"weight_rounding": "split", "master_weights": True, "dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="Leave one of the two out"):
+        prepare(wrong, level="O3")
+    assert prepare(wrong, level="O3", master_weights=False).settings.weight_rounding == "split"
+    with pytest.raises(ValueError, match="placement='lists' goes with level O1"):
+        prepare({"level": "O1", "placement": "lists"}, level="O2")
+    with pytest.raises(ValueError, match=r"no key 'levl'; did you mean 'level'"):
+        prepare({"levl": "O1"}, level="O2")
 
 
 def test_unknown_environment_variables_are_ignored_with_a_warning(monkeypatch):

@@ -83,6 +83,20 @@ def test_an_optimizer_of_another_model_is_an_error():
     assert model.layers[0].compute_dtype == "float32"
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_an_optimizer_that_cannot_be_made_again_is_an_error_that_says_what_to_do():
+    sgd = keras.optimizers.SGD(0.1)
+    model, optimizer = _three_layers(), keras.optimizers.MultiOptimizer(lambda variable: sgd)
+    with pytest.raises(ValueError, match="keras.optimizers.OptimizerMap instead of a function"):
+        tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
+    assert model.layers[0].compute_dtype == "float32"
+    mapped = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd))
+    made, _ = tfamp.prepare(model, mapped, level="O3", dtype="bfloat16")
+    assert made.layers[0].kernel.dtype == "bfloat16"
+
+
 def test_skipped_steps_are_counted_on_in_a_copy():
     model = _three_layers()
     model.compile("sgd", "mse")

@@ -72,7 +72,7 @@ def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
     assert again.best.plan(X).summary.low_nodes > 0
     text = path.read_text("utf-8")
     assert not any(secret in text for secret in ("secret", "relu", "dense"))
-    assert json.loads(text).keys() == {"rows", "rounds", "dropped"}
+    assert json.loads(text).keys() == {"rows", "rounds", "dropped", "unseeded"}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,15 @@ def test_what_changes_is_measured_again(changes, folder, runs, monkeypatch):
     is_kept = "TFAMP_CACHE" not in changes
     assert report.source.startswith("measured now, kept in" if is_kept else "measured now")
     assert len(list(folder.iterdir())) == 1 + is_kept
+
+
+def test_the_reason_of_an_error_is_kept_too(folder, runs):
+    options = {"dtype": "bfloat16", "candidates": ("lists",), "rounds": 1}
+    for _ in range(2):
+        tf.random.set_seed(None)
+        report = tfamp.tune(lambda x: x @ tf.random.normal((8, 8)), X, **options)
+        assert report.unseeded == ("RandomStandardNormal",)
+    assert report.source.startswith("measured before")
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[]", b"{}", b'{"rows": [{"chosen": true}]}'])

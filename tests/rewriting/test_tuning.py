@@ -151,6 +151,18 @@ def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
     assert (dropped == (expected[0] == 0)).all(), "the best one has drawn nothing yet"
 
 
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_unseeded_random_ops_are_named_as_a_reason_of_the_errors(timed, is_seeded):
+    tf.random.set_seed(None)
+    x = tf.constant(batch()[0])
+    seed = 7 if is_seeded else None
+    report = tfamp.tune(lambda x: x @ tf.random.normal((WIDTH, WIDTH), seed=seed), x, **QUICK)
+    named = () if is_seeded else ("RandomStandardNormal",)
+    assert (report.rows[1].error > 0.5, report.unseeded) == (not is_seeded, named)
+    text = "RandomStandardNormal drew other numbers in each run, and errors include that"
+    assert (text in report.to_text()) is not is_seeded
+
+
 def test_variables_that_are_arguments_are_as_they_were():
     variable, generator = tf.Variable(tf.ones((2, 2))), tf.random.Generator.from_seed(3)
     state = generator.state.numpy().tolist()

@@ -155,9 +155,37 @@ def layers_of(*roots: Any) -> list[Any]:
     return found[::-1]
 
 
+def seed_generators(layer: Any) -> tuple[Any, ...]:
+    """The random generators of a layer, without its sublayers'. Symbol: `_seed_generators`."""
+    return tuple(keras_symbol(layer, "_seed_generators"))
+
+
+def own_metrics(layer: Any) -> tuple[Any, ...]:
+    """The metrics in a layer's attributes, without its sublayers'. Symbol: `Layer._metrics`."""
+    return tuple(keras_symbol(layer, "_metrics"))
+
+
+def place_like(owner: Any, other: Any) -> None:
+    """Gives another layer or variable the path of one, which its name is part of. Symbol: `_path`.
+
+    Keras derives the path from the names of the layers that are being built.
+    """
+    keras_symbol(other, "_path")
+    object.__setattr__(other, "_path", keras_symbol(owner, "_path"))
+
+
 def rematerializes(layer: Any) -> bool:
     """Whether a layer recomputes activations in the backward pass. Symbol: `_remat_mode`."""
     return keras_symbol(layer, "_remat_mode") is not None
+
+
+def rematerialize_like(layer: Any, other: Any) -> None:
+    """Makes another layer recompute activations as a layer does. Symbol: `_remat_mode`.
+
+    Publicly only the `keras.RematScope` in which a layer is made decides.
+    """
+    # Bypasses Layer.__setattr__: the mode is not state to track.
+    object.__setattr__(other, "_remat_mode", keras_symbol(layer, "_remat_mode"))
 
 
 def inbound_nodes(operation: Any) -> tuple[Any, ...]:

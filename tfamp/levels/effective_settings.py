@@ -141,7 +141,7 @@ class PrecisionSettings:
             weights.append(f"weight_rounding {self.weight_rounding}")
         if self.slots is not None:
             weights.append(f"{self.slots} slots")
-        clip, clipped = self.grad_clip, ""
+        clip, clipped = self.grad_clip, "not clipped"
         if clip is not None:
             clipped = f"clipped to norm {clip.max_norm:g} of type {clip.norm_type}"
         return [

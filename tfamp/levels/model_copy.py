@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import random
 import tempfile
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import patched_here
+from tfamp.interop.patching import patched_here, wrap_method
 from tfamp.layers.layer_dtypes import float_policy, is_plain
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.layer_policies import is_graph, path_of
@@ -32,43 +35,66 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
     ValueError says that the model cannot be made from its configuration, or names a weight that is
     out of range in its new dtype.
     """
-    with _without_initializing():
+    with _without_initializing() as postponed, _building_in_own_policies():
         made = _from_config(model)
         _set_late_policies(model, made)
         _build_like(model, made)
     old, new = model.weights, made.weights
     if _shapes(old) != _shapes(new):
         raise ValueError(_difference(model, made))
-    for layer, copied in same_layers(model, made):
-        if prepares_data(type(layer)):
-            _copy_adapted(layer, copied)
-        if copied.trainable != layer.trainable:
-            copied.trainable = layer.trainable
+    copied = {id(each) for each in new}
+    for layer, counterpart in same_layers(model, made):
+        copied |= _copy_own_state(layer, counterpart)
     for value, before, after in zip(values(old), old, new, strict=True):
         _copy_weight(value, before, after)
+    for variable, initializer in postponed:
+        if id(variable) not in copied:
+            made_by = keras.initializers.get(initializer)
+            variable.assign(made_by(variable.shape, dtype=variable.dtype))
     return made
 
 
 @contextlib.contextmanager
-def _without_initializing() -> Iterator[None]:
-    """A context in which new variables are zeros; their values are assigned later.
+def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
+    """A context in which new variables are zeros; yields them with their initializers.
 
-    Initializers may fail in the new dtype, take time, and draw random numbers.
+    Initializers may fail in the new dtype, take time, and draw random numbers. Most variables are
+    assigned the values of a model's, and only those without a counterpart are initialized.
     """
+    postponed: list[tuple[Any, Any]] = []
 
     def variable_init(
         original: Any, variable: Any, initializer: Any, *args: Any, **kwargs: Any
     ) -> None:
         is_value = not (callable(initializer) or isinstance(initializer, str))
         original(variable, initializer if is_value else "zeros", *args, **kwargs)
+        if not is_value:
+            postponed.append((variable, initializer))
 
     with _rebuilding, patched_here(variable_init=variable_init):
         # Layers and initializers without a seed draw one when they are made.
         drawn = random.getstate()
         try:
-            yield
+            yield postponed
         finally:
             random.setstate(drawn)
+
+
+@contextlib.contextmanager
+def _building_in_own_policies() -> Iterator[None]:
+    """A context in which the layers that a new layer's `build` makes get its policy."""
+    with contextlib.ExitStack() as undo:
+
+        def layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+            original(layer, *args, **kwargs)
+            undo.callback(wrap_method(layer, "build", functools.partial(build, layer)))
+
+        def build(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+            with policy_scope(float_policy(layer) or "float32"):
+                return original(*args, **kwargs)
+
+        with patched_here(layer_init=layer_init):
+            yield
 
 
 def _from_config(model: Any) -> Any:
@@ -99,7 +125,7 @@ def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(type(layer).__init__).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return config
-    general = {"name", "trainable", "dtype"} - set(parameters)
+    general = {"name", "trainable", "dtype", "activity_regularizer"} - set(parameters)
     return {name: value for name, value in config.items() if name not in general}
 
 
@@ -112,16 +138,27 @@ def _own_classes(layer: Any) -> list[type]:
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
-    """Pairs each layer of a model with its counterpart in a copy, which may have more casts.
+    """Pairs the layers of a model with their counterparts in a copy, holders before what they hold.
 
-    Layers that a model's own code makes have other names in the copy, but the same order.
+    A layer holds the same layers in the same order in both, except for casts, and for layers that
+    its `build` will make.
     """
-    remaining = iter(layers_of(made))
-    pairs = [
-        (layer, next((each for each in remaining if type(each) is type(layer)), None))
-        for layer in layers_of(model)
-    ]
-    return [(old, new) for old, new in pairs if new is not None]
+    counterparts = {id(model): made}
+
+    def visit(old: Any, new: Any) -> None:
+        remaining = list(keras_hooks.sublayers(new))
+        for layer in keras_hooks.sublayers(old):
+            kinds = [type(each) for each in remaining]
+            if type(layer) in kinds:
+                index = kinds.index(type(layer))
+                counterpart, remaining = remaining[index], remaining[index + 1 :]
+                if id(layer) not in counterparts:
+                    counterparts[id(layer)] = counterpart
+                    visit(layer, counterpart)
+
+    visit(model, made)
+    layers = layers_of(model)
+    return [(each, counterparts[id(each)]) for each in layers if id(each) in counterparts]
 
 
 def _config_of(model: Any) -> dict[str, Any]:
@@ -144,8 +181,8 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 def _set_late_policies(model: Any, made: Any) -> None:
     """Sets the policies of layers that a model's own code makes, while they have no variables."""
-    for old, new in zip(layers_of(model), layers_of(made), strict=False):
-        if type(old) is not type(new) or not is_plain(new.dtype_policy):
+    for old, new in same_layers(model, made):
+        if not is_plain(new.dtype_policy):
             continue
         wanted = old.dtype_policy.name
         if new.dtype_policy.name == wanted:
@@ -161,8 +198,9 @@ def _set_late_policies(model: Any, made: Any) -> None:
 
 
 def _build_like(model: Any, made: Any) -> None:
-    missing = len(made.weights) != len(model.weights)
-    if not missing or all(new.built for old, new in same_layers(model, made) if old.built):
+    # Random states too: a model may have all its weights before it is built, and no generator.
+    complete = len(made.variables) == len(model.variables)
+    if complete or all(new.built for old, new in same_layers(model, made) if old.built):
         return
     config = model.get_build_config()
     if config is None:
@@ -176,12 +214,69 @@ def _build_like(model: Any, made: Any) -> None:
 
 def _copy_weight(value: Any, before: Any, after: Any) -> None:
     _check_range(value, after)
+    keras_hooks.place_like(before, after)
     after.assign(keras.ops.cast(value, after.dtype))
     if after.trainable != before.trainable:
         after.trainable = before.trainable
-    regularizer = getattr(after, "regularizer", None)
-    if regularizer is not None and after.dtype in LOW_PRECISION:
-        after.regularizer = _InFloat32(regularizer)
+    is_low = after.dtype in LOW_PRECISION
+    after.regularizer = _in_float32(before.regularizer, is_low, _RegularizerInFloat32)
+    after.constraint = _in_float32(before.constraint, is_low, _ConstraintInFloat32)
+
+
+def _copy_own_state(layer: Any, made: Any) -> set[int]:
+    """Copies what a layer holds besides weights and layers; returns the `id`s of the variables.
+
+    Keras numbers the names of layers that a model's own code makes.
+    """
+    made.name = layer.name
+    keras_hooks.place_like(layer, made)
+    if isinstance(layer, keras_hooks.functional_class()):
+        made.output_names = list(layer.output_names)
+    if prepares_data(type(layer)):
+        _copy_adapted(layer, made)
+    if made.trainable != layer.trainable:
+        made.trainable = layer.trainable
+    made.activity_regularizer = layer.activity_regularizer
+    keras_hooks.rematerialize_like(layer, made)
+    for name, value in vars(layer).items():
+        is_added = name not in vars(made) and not name.startswith("_")
+        if is_added and _is_plain_data(value):
+            setattr(made, name, value)
+    copied, before = set(), _states(layer)
+    for name, variable in _states(made).items():
+        value = before.get(name)
+        if value is not None and value.shape == variable.shape:
+            same = value.dtype == variable.dtype
+            variable.assign(value if same else keras.ops.cast(value, variable.dtype))
+            copied.add(id(variable))
+    return copied
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Whether an attribute belongs to no model: no tensors, layers, functions and the like."""
+    if isinstance(value, dict):
+        return all(map(_is_plain_data, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain_data, value))
+    return isinstance(value, bool | int | float | str | bytes | np.generic | np.ndarray | None)
+
+
+def _states(layer: Any) -> dict[Any, Any]:
+    """The variables of a layer that are not weights, by their place in it, without sublayers.
+
+    These are states of random generators and of metrics, and variables of TensorFlow's, which
+    Keras does not list.
+    """
+    states: dict[Any, Any] = {}
+    for number, generator in enumerate(keras_hooks.seed_generators(layer)):
+        states["seed", number] = generator.state
+    for number, metric in enumerate(keras_hooks.own_metrics(layer)):
+        states |= {("metric", number, i): each for i, each in enumerate(metric.variables)}
+    for name, value in vars(layer).items():
+        variable = value.state if isinstance(value, tf.random.Generator) else value
+        if isinstance(variable, tf.Variable):
+            states["attribute", name] = variable
+    return states
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:
@@ -216,17 +311,32 @@ def _difference(model: Any, made: Any) -> str:
     )
 
 
-class _InFloat32(keras.regularizers.Regularizer):
-    """A regularizer that computes in float32, the dtype of the loss it is added to.
+def _in_float32(function: Any, is_low: bool, kind: type[_InFloat32]) -> Any:
+    """Returns what regularizes or constrains a weight, as it is or, of a low one, in float32."""
+    own = function.function if isinstance(function, _InFloat32) else function
+    return kind(own) if is_low and own is not None else own
 
-    A `Regularizer`, as variables of Keras up to 3.14 accept nothing else.
-    """
 
-    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
-        self.regularizer = regularizer
+class _InFloat32:
+    """A function of a weight, computed in float32: sums of squares exceed float16's range."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+
+# Variables of Keras up to 3.14 accept nothing but a `Regularizer` and a `Constraint`.
+class _RegularizerInFloat32(_InFloat32, keras.regularizers.Regularizer):
+    """A regularizer that computes in float32, the dtype of the loss it is added to."""
 
     def __call__(self, x: Any) -> Any:
-        return self.regularizer(keras.ops.cast(x, "float32"))
+        return self.function(keras.ops.cast(x, "float32"))
+
+
+class _ConstraintInFloat32(_InFloat32, keras.constraints.Constraint):
+    """A constraint that computes in float32."""
+
+    def __call__(self, w: Any) -> Any:
+        return keras.ops.cast(self.function(keras.ops.cast(w, "float32")), w.dtype)
 
 
 def _check_range(value: Any, target: Any) -> None:

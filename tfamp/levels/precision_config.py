@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import numbers
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +80,8 @@ class PrecisionConfig:
         ValueError: A value is out of range, or two contradict each other.
 
     Example:
-        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).loss_scale
-        512.0
+        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).to_dict()
+        {'level': 'O2', 'loss_scale': 512.0}
     """
 
     level: str = "O2"
@@ -148,25 +150,81 @@ class PrecisionConfig:
         Raises:
             OSError: The file cannot be read.
             TypeError, ValueError: As `from_dict`, naming the file; or it has another ending.
-            ImportError: It is TOML, and this is Python 3.10.
+            ImportError: It is TOML, and this is Python 3.10 without tomli.
         """
-        path = Path(path)
-        if path.suffix.lower() not in (".json", ".toml"):
-            raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
-        # Python 3.10 has no module that reads TOML.
-        parse = json if path.suffix.lower() == ".json" else importlib.import_module("tomllib")
-        try:
-            values = parse.loads(path.read_text(encoding="utf-8"))
-            is_nested = isinstance(values, Mapping) and "tfamp" in values
-            return cls.from_dict(values["tfamp"] if is_nested else values)
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{path}: {error}") from error
+        return _read_file(Path(path), {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields that were given, and the level, for `from_dict` and for files.
+
+        Returns:
+            A dict of which `from_dict` makes an equal configuration. JSON and TOML have all its
+            types, except for classes and layers in `keep_float32`.
+
+        Example:
+            >>> config = PrecisionConfig(level="O1", grad_clip=35, keep_float32="head")
+            >>> config.to_dict()["grad_clip"]
+            {'max_norm': 35.0, 'norm_type': 2}
+            >>> PrecisionConfig.from_dict(config.to_dict()) == config
+            True
+        """
+        scale, clip = self.loss_scale, self.grad_clip
+        plain = vars(self) | {
+            "loss_scale": dataclasses.asdict(scale) if isinstance(scale, LossScale) else scale,
+            "grad_clip": None if clip is None else clip.to_dict(),
+            "keep_float32": list(self.keep_float32) or None,
+        }
+        return {name: value for name, value in plain.items() if value is not None}
 
     @property
     def rewrite_placement(self) -> str:
         """The placement of a rewrite, given or by default."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
+
+
+def with_arguments(config: Any, arguments: Mapping[str, Any]) -> PrecisionConfig:
+    """Returns a configuration as `prepare` takes it, with arguments that override its fields.
+
+    A dict and a file are checked together with the arguments.
+    """
+    if isinstance(config, PrecisionConfig):
+        return dataclasses.replace(config, **arguments)
+    if isinstance(config, Mapping):
+        return PrecisionConfig.from_dict({**config, **arguments})
+    if isinstance(config, str | os.PathLike):
+        return _read_file(Path(config), arguments)
+    raise TypeError(
+        "config must be a PrecisionConfig, a dict or the path of a file; got "
+        f"{config!r} of type {type(config).__name__}."
+    )
+
+
+def _read_file(path: Path, arguments: Mapping[str, Any]) -> PrecisionConfig:
+    """Reads a configuration; arguments override its fields. An error names the file."""
+    if path.suffix.lower() not in (".json", ".toml"):
+        raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
+    parse = json if path.suffix.lower() == ".json" else _toml_module(path)
+    try:
+        values = parse.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, Mapping):
+            values = values.get("tfamp", values)
+        if isinstance(values, Mapping):
+            values = {**values, **arguments}
+        return PrecisionConfig.from_dict(values)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path}: {error}") from error
+
+
+def _toml_module(path: Path) -> Any:
+    """Returns the module that reads TOML: Python's own, or tomli, which it was, on Python 3.10."""
+    for name in ("tomllib", "tomli"):
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name)
+    raise ImportError(
+        f"{path} is TOML, and Python {platform.python_version()} has no module that reads it. "
+        "Install tomli, use Python 3.11 or newer, or write the configuration as JSON."
+    )
 
 
 def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
@@ -195,8 +253,14 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
     if value is None or isinstance(value, LossScale):
         return value
     if isinstance(value, Mapping):
+        values = dict(value)
         # mmdetection has a separate key for the rule.
-        values = {key: x for key, x in value.items() if (key, x) != ("mode", "dynamic")}
+        if values.pop("mode", "dynamic") != "dynamic":
+            raise ValueError(
+                f"loss_scale has the mode {value['mode']!r}, and a dict with a mode is a dynamic "
+                "loss scale: give 'dynamic'. For a fixed scale give the number alone, such as "
+                "loss_scale=512.0, or {'scale': 512.0}."
+            )
         if "scale" in values:
             return options.from_mapping(options.FixedLossScale, "loss_scale", values)
         return options.from_mapping(options.DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)

@@ -33,7 +33,12 @@ from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
 from tfamp.levels.layer_policies import computing_layers_of, select
 from tfamp.levels.model_copy import copy_model, same_layers
-from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
+from tfamp.levels.precision_config import (
+    EffectiveLevel,
+    PrecisionConfig,
+    effective_level,
+    with_arguments,
+)
 from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
@@ -127,7 +132,7 @@ def prepare(
     is not modified; otherwise the model is changed in place. Later calls of `model.compile` wrap
     their optimizer as well.
 
-    Arguments override `config`.
+    Arguments override the fields of `config`, which are checked together with them.
 
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed.
@@ -211,6 +216,7 @@ def prepare(
         if not is_there:
             _level_in_place(model, wanted, kept)
     prepared_optimizer.warn_of_slots(made, wanted)
+    prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
     prepared = Prepared(model, made)
@@ -256,17 +262,8 @@ def _check_model(model: Any, caller: str) -> None:
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
     hardware.warn_of_unknown_variables()
-    found = PrecisionConfig() if config is None else config
-    if isinstance(config, Mapping):
-        found = PrecisionConfig.from_dict(config)
-    elif isinstance(config, str | os.PathLike):
-        found = PrecisionConfig.from_file(config)
-    if not isinstance(found, PrecisionConfig):
-        raise TypeError(
-            "config must be a PrecisionConfig, a dict or the path of a file; got "
-            f"{config!r} of type {type(config).__name__}."
-        )
-    return dataclasses.replace(found, **{name: x for name, x in given.items() if x is not None})
+    arguments = {name: value for name, value in given.items() if value is not None}
+    return with_arguments({} if config is None else config, arguments)
 
 
 def _stores_low(model: Any) -> bool:
@@ -361,18 +358,24 @@ def _level_on_copy(
         )
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
+        if model.distribute_strategy is not tf.distribute.get_strategy():
+            undo.enter_context(model.distribute_strategy.scope())
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
         # The given model has the policies of the copy while it is copied.
         for layer in _low_layers(model):
             layer_dtypes.give_policy(layer, "float32")
         # The policies without a level, to restore them later.
         base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+        autocasts = {id(layer): layer.autocast for layer in layers_of(model)}
         mixed = level.level == "O2" and level.low_weights
         if mixed:
             _put_level_on(model, level, kept, chosen)
         _make_pure(model, level, kept, chosen)
         made = copy_model(model, functools.partial(prepared_optimizer.exact_values, optimizer))
         pairs = same_layers(model, made)
+        for old, new in pairs:  # Configurations do not hold it.
+            new.autocast = autocasts.get(id(old), new.autocast)
+        layer_policies.correct_symbolic_dtypes(made)
         made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
         if mixed:
             rewrite = None
@@ -584,6 +587,14 @@ def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
             f"got {type(batch).__name__}. Of a dataset give next(iter(dataset))."
         )
+    for name, part in zip(("x", "y", "sample_weight"), batch, strict=False):
+        for leaf in keras.tree.flatten(part):
+            if leaf is not None and not _has_values(leaf):
+                raise TypeError(
+                    "example_batch must hold arrays or tensors with values, as fit takes them; "
+                    f"{name} holds {described(leaf)} Make arrays of lists with np.array, and give "
+                    "a batch of data instead of specs and symbolic tensors."
+                )
     if config.master_weights or config.weight_rounding or _stores_low(model):
         raise ValueError(
             "Weights stored in low precision are not measured: leave example_batch out, or lead "
@@ -594,6 +605,12 @@ def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             f"{model.name} is not compiled, so that it has no train step to measure: call "
             "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
         )
+
+
+def _has_values(leaf: Any) -> bool:
+    """Whether a leaf of a batch is an array or a tensor, other than a symbolic one."""
+    is_symbolic = isinstance(leaf, keras.KerasTensor) or tf.is_symbolic_tensor(leaf)
+    return not is_symbolic and (hasattr(leaf, "__array__") or tf.is_tensor(leaf))
 
 
 def _mixed_step(

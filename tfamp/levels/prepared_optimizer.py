@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.options import DynamicLossScale, LossScale
+from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
@@ -22,6 +22,7 @@ from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, continue_from
+from tfamp.torch_style.grad_scaler import GradScaler
 
 _UNKNOWN = "state unknown to tfamp"
 _AVERAGES = "running averages of squared gradients"
@@ -40,6 +41,8 @@ SLOTS = {
     **dict.fromkeys(("LossScaleOptimizer", "MultiOptimizer"), ""),
 }
 
+# Prefix of the attributes in which TensorFlow keeps what it tracks of an object.
+_OF_TENSORFLOW = "_self_"
 # Wrappers made by `prepare`, which another level removes, unlike a user's own.
 _made_here: WeakMap[bool] = WeakMap()
 
@@ -83,7 +86,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
             "the new ones. Give the model an optimizer of its own, or a new one."
         )
     after = [copies[id(variable)] for variable in before]
-    new = type(old).from_config(old.get_config())
+    new = _made_again(old)
     _exclude_like(old, new, copies, model.weights)
     wrapper = wrapped(optimizer, level, new)
     if old.built or level.master_weights or level.config.weight_rounding:
@@ -95,6 +98,20 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
     return wrapper
+
+
+def _made_again(optimizer: Any) -> Any:
+    """Makes an optimizer from the configuration of another one."""
+    try:
+        return type(optimizer).from_config(optimizer.get_config())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{optimizer.name} ({type(optimizer).__name__}) has to be made again from its "
+            "configuration, as the weights get another dtype at this level, and that fails: "
+            f"{error} Register its classes and functions with "
+            "keras.saving.register_keras_serializable; a MultiOptimizer can take a "
+            "keras.optimizers.OptimizerMap instead of a function."
+        ) from error
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
@@ -151,6 +168,42 @@ def _kept_by(optimizer: Any) -> str:
         return "running averages of the weights (use_ema)"
     bases = [x for x in type(optimizer).__mro__ if x.__module__.partition(".")[0] == "keras"]
     return next((SLOTS[x.__name__] for x in bases if x.__name__ in SLOTS), _UNKNOWN)
+
+
+def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
+    """Warns of unwrapped optimizers in a model's attributes, which its `train_step` may use."""
+    held = _held(model)
+    own = {name: x for name, x in held.items() if isinstance(x, keras.optimizers.Optimizer)}
+    bare = [name for name, x in own.items() if x is innermost(x)]
+    missing = []
+    if level.optimizer_rule not in (None, FixedLossScale(1.0)):
+        missing.append("have no loss scale and skip no step that is not finite")
+    if level.master_weights:
+        missing.append("have no float32 master weights")
+    if not bare or not missing or any(isinstance(x, GradScaler) for x in held.values()):
+        return
+    warnings.warn(
+        f"{type(model).__name__} has optimizers of its own ({', '.join(bare)}), which are left as "
+        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones "
+        f"{', and '.join(missing)}. In compile wrap each in tfamp.LossScaleOptimizer, and in "
+        "train_step take the gradients of optimizer.scale_loss(loss).",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+def _held(model: Any) -> dict[str, Any]:
+    """The values of a model's attributes, and of lists and dicts there, without its optimizer."""
+    held: dict[str, Any] = {}
+    own = {name: x for name, x in vars(model).items() if not name.startswith(_OF_TENSORFLOW)}
+    for name, value in own.items():
+        if isinstance(value, dict):
+            held |= {f"{name}[{key!r}]": each for key, each in value.items()}
+        elif isinstance(value, list | tuple):
+            held |= {f"{name}[{number}]": each for number, each in enumerate(value)}
+        elif name != "optimizer":
+            held[name] = value
+    return held
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -242,6 +295,9 @@ def compile_like(model: Any, other: Any, optimizer: Any) -> None:
             arguments[name],
         )
     model.compile(**arguments)
+    for name in ("run_eagerly", "jit_compile", "steps_per_execution"):
+        if getattr(model, name) != getattr(other, name):  # set since it was compiled
+            setattr(model, name, getattr(other, name))
 
 
 def wrap_compile(model: Any, level: EffectiveLevel) -> None:
@@ -254,11 +310,14 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
+        if not kwargs.get("auto_scale_loss", True):
+            return
         optimizer = model.optimizer
-        if optimizer is not None and kwargs.get("auto_scale_loss", True):
+        if optimizer is not None:
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
                 give_optimizer(model, wrapped(optimizer, own))
             warn_of_slots(model.optimizer, own)
+        warn_of_own_optimizers(model, level)
 
     wrap_method(model, "compile", around)

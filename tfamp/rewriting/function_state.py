@@ -86,6 +86,24 @@ def ops_of(trace: Any) -> set[str]:
     return {node.op for node in all_nodes(trace.graph.as_graph_def())}
 
 
-def draws_random(trace: Any) -> bool:
-    """Whether ops of a concrete function have a random state of their own, never restored."""
-    return any("seed2" in node.attr for node in all_nodes(trace.graph.as_graph_def()))
+def random_ops(trace: Any) -> list[tuple[str, int, int]]:
+    """Returns the ops of a concrete function with a random state of their own, never restored.
+
+    Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each run.
+    """
+    nodes = all_nodes(trace.graph.as_graph_def())
+    return sorted(
+        (node.op, node.attr["seed"].i, node.attr["seed2"].i)
+        for node in nodes
+        # Without a dropout, recurrent layers of cuDNN draw nothing.
+        if "seed2" in node.attr and ("dropout" not in node.attr or node.attr["dropout"].f)
+    )
+
+
+def unseeded_ops(traces: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the types of random ops that draw other numbers in each run or trace, sorted."""
+    first, *others = map(random_ops, traces)
+    found = {op for op, *seeds in first if not any(seeds)}
+    for other in others:
+        found |= {op for op, *_ in set(other) - set(first)}
+    return tuple(sorted(found))

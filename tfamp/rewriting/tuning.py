@@ -39,9 +39,9 @@ from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
+from tfamp.rewriting import function_state
 from tfamp.rewriting.choice_cache import VARIABLE, choice_file, fingerprint
 from tfamp.rewriting.function import RewrittenFunction, check_function
-from tfamp.rewriting.function_state import draws_random, kept_random_states, ops_of, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
 from tfamp.torch_style.state import current_modes
 
@@ -115,6 +115,7 @@ class TuneReport:
         rounds: The largest number of times measured for a candidate.
         source: Whether the choice was measured now or before, and the file that keeps it.
         dropped: Candidates that were not measured, since they compile too long.
+        unseeded: Types of ops that draw other random numbers in each run, which counts as an error.
         best: The function to use from now on. If float32 is chosen, it is the given function, as a
             `tf.function`.
 
@@ -135,6 +136,7 @@ class TuneReport:
     rounds: int
     source: str = "measured now"
     dropped: tuple[str, ...] = ()
+    unseeded: tuple[str, ...] = ()
     best: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -190,6 +192,11 @@ class TuneReport:
             yield (
                 "float32 returns no float tensor with finite values, so the errors are unknown: "
                 "have the function return the results to judge it by"
+            )
+        if self.unseeded:
+            yield (
+                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors include "
+                "that: call tf.random.set_seed, give the ops a seed, or draw with keras.random"
             )
 
     def _why_float32(self) -> str:
@@ -324,7 +331,7 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
     if options.profile is None and set(placed) - {"lists"}:
         # With one profile all candidates share the graph after the first passes.
-        with kept_random_states():
+        with function_state.kept_random_states():
             options = dataclasses.replace(options, profile=find_profile().profile)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     as_it_is = fn if isinstance(fn, kinds) else TracedFunction.of(fn).unchanged()
@@ -417,7 +424,7 @@ def compare_candidates(
     # Autocast is off, and the report replaces the warning.
     with current_modes.set_to(None), warnings.catch_warnings(), once:
         warnings.simplefilter("ignore", NothingConvertedWarning)
-        with kept_random_states() as restore_randoms:
+        with function_state.kept_random_states() as restore_randoms:
             begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
             if not program:
                 before()
@@ -432,7 +439,8 @@ def compare_candidates(
             chosen = next(row for row in found.rows if row.chosen)
             (way,) = (each for each in candidates if each.name == chosen.candidate)
             if not (way.best or program):  # Its trace is there, which the graph was looked up by.
-                draws = draws or draws_random(way.function.get_concrete_function(*args))
+                trace = way.function.get_concrete_function(*args)
+                draws = draws or bool(function_state.random_ops(trace))
     best = way.best or (way.function.copy() if draws else way.function)
     return TuneReport(name, dtype, max_error=max_error, best=best, **found._asdict())
 
@@ -446,6 +454,7 @@ class _Choice(NamedTuple):
     rows: tuple[TuneRow, ...]
     rounds: int
     dropped: tuple[str, ...]
+    unseeded: tuple[str, ...]
     source: str = "measured now"
 
 
@@ -473,7 +482,8 @@ def _kept_choice(path: Path | None, candidates: Sequence[Candidate]) -> _Choice 
         names = {each.name for each in candidates}
         (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
         source = f"measured before, kept in {path}"
-        return _Choice(rows, int(fields["rounds"]), tuple(fields["dropped"]), source)
+        dropped, unseeded = tuple(fields["dropped"]), tuple(fields["unseeded"])
+        return _Choice(rows, int(fields["rounds"]), dropped, unseeded, source)
     except OSError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -486,8 +496,8 @@ def _keep(path: Path | None, found: _Choice) -> _Choice:
     """Writes a choice to its file; returns it with its origin."""
     if path is None:
         return found
-    rows = [dataclasses.asdict(row) for row in found.rows]
-    text = json.dumps({"rows": rows, "rounds": found.rounds, "dropped": found.dropped})
+    fields = {name: value for name, value in found._asdict().items() if name != "source"}
+    text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in found.rows]})
     costs = "The choice of tune cannot be kept, so the next start of the program measures again"
     return found._replace(source=keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"'))
 
@@ -503,7 +513,8 @@ def _choice_of(runs: Sequence[_Run], max_error: float | None) -> _Choice:
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
     rows = tuple(row for each in timed for row in each.rows(each is chosen))
     dropped = tuple(name for each in runs if not each.times for name in each.names)
-    return _Choice(rows, max(len(each.times) for each in timed), dropped)
+    unseeded = function_state.unseeded_ops([each.trace for each in timed])
+    return _Choice(rows, max(len(each.times) for each in timed), dropped, unseeded)
 
 
 class _State:
@@ -516,7 +527,7 @@ class _State:
 
     def note(self, trace: Any) -> None:
         """Notes the values of a trace's variables, before its first call."""
-        handles = {id(each): each for each in variables_of([trace], self._args)}
+        handles = {id(each): each for each in function_state.variables_of([trace], self._args)}
         new = [handle for key, handle in handles.items() if key not in self._known]
         self._held += held_variables(new)
         self._known |= handles
@@ -620,7 +631,7 @@ def _traced(candidate: Candidate, args: Sequence[Any], key: Any) -> _Run | None:
     """Traces a candidate; None if XLA has nothing to compile: it equals "min_cut"."""
     function, low_nodes = candidate.function, 0
     trace = function.get_concrete_function(*args)
-    if candidate.name == FLOAT32 and _NORMALIZES in ops_of(trace):
+    if candidate.name == FLOAT32 and _NORMALIZES in function_state.ops_of(trace):
         function = TracedFunction.of(function.written).unchanged()
         trace = function.get_concrete_function(*args)
     if candidate.name == FUSED and not has_fused(trace.graph):
