@@ -195,6 +195,70 @@ def test_arguments_are_bound_as_by_the_function_also_where_it_is_restored(tmp_pa
     assert_close(result, 2 * X, "bfloat16", depth=4)
 
 
+def generate(x):
+    yield x
+
+
+async def wait(x):
+    return x
+
+
+async def generate_later(x):
+    yield x
+
+
+class Generating:
+    def __call__(self, x):
+        yield x
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (generate, "a generator function"),
+        (functools.partial(generate, 1), "a generator function"),
+        (tf.function(generate), "a generator function"),
+        (Generating(), "a generator function"),
+        (wait, "a coroutine function"),
+        (generate_later, "an asynchronous generator function"),
+    ],
+)
+def test_functions_that_tensorflow_cannot_trace_are_refused_at_once(fn, kind):
+    message = f"rewrite takes functions that return their result.*got {kind}, .*Rewrite the funct"
+    for use in (tfamp.rewrite(dtype="bfloat16"), lambda fn: tfamp.tune(fn, X)):
+        with pytest.raises(TypeError, match=message):
+            use(fn)
+
+
+def _graphs():
+    gc.collect()
+    kind = type(tf.function(lambda: None).get_concrete_function().graph)
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+def _graphs_left(wrap):
+    """The graphs that remain of traces of a function with a custom gradient."""
+
+    @tf.custom_gradient
+    def twice(x):
+        return x + x, lambda upstream: 3.0 * upstream
+
+    before = _graphs()
+    for size in (2, 3, 4):
+        function, x = wrap(lambda x: twice(x @ x)), tf.ones((size, size))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = function(x)
+        np.testing.assert_array_equal(tape.gradient(result, x), np.full((size, size), 6.0 * size))
+        del function, tape, result
+    return _graphs() - before
+
+
+def test_traces_with_custom_gradients_keep_no_more_graphs_than_tensorflows():
+    rewrite = tfamp.rewrite(dtype="bfloat16", placement="lists")
+    assert _graphs_left(rewrite) <= _graphs_left(tf.function)
+
+
 def test_sums_of_tensors_of_several_devices_are_float32_as_all_reduces_are():
     @tfamp.rewrite(dtype="bfloat16", placement="lists")
     def function(x):

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import tfamp
-from tfamp.interop.keras_hooks import described, require_tensorflow
+from tfamp.core.foreign import described
+from tfamp.interop.keras_hooks import require_tensorflow
 
 # One fresh process per backend, as Keras picks its backend when it is imported.
 _PROGRAM = """
@@ -166,7 +167,7 @@ def _entries():
     import keras
     import tensorflow as tf
 
-    from tfamp.diagnostics import NumericsMonitor
+    from tfamp.diagnostics import NumericsMonitor, compare
 
     other, weight = foreign(*TF_KERAS), tf.Variable([1.0])
     pairs = [(tf.ones(1), weight)]
@@ -189,6 +190,8 @@ def _entries():
             [tf.ones(1)], [weight], optimizer=other
         ),
         "set_global_policy": lambda: tfamp.set_global_policy(other),
+        "Policy": lambda: tfamp.Policy("mixed_float16", float32_layers=[type(other)]),
+        "compare": lambda: compare(other, tf.ones((1, 2))),
     }
 
 

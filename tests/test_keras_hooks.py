@@ -59,6 +59,13 @@ def test_activity_losses_are_averaged_where_keras_does():
     assert float(layer.losses[0]) == (2.0 if keras_hooks.averages_activity_losses() else 8.0)
 
 
+def test_private_session():
+    before = keras_hooks.session()
+    assert keras_hooks.session() is before
+    keras.utils.clear_session(free_memory=False)
+    assert keras_hooks.session() is not before
+
+
 def test_private_global_seed_generator():
     keras.utils.set_random_seed(1)
     assert keras_hooks.global_seed_generator() is None

@@ -72,6 +72,12 @@ def test_a_missing_symbol_says_which(symbol, monkeypatch):
         assert patch.users == 0
 
 
+def test_a_name_that_no_table_has_is_an_error():
+    for make in (Patch, patched_here):
+        with pytest.raises(ValueError, match="under 'layer_calls': a patch replaces .*layer_call,"):
+            make(layer_calls=plus(1))
+
+
 def test_it_is_in_place_until_the_last_holder_lets_go():
     patch = Patch(compute=plus(1))
     with patch.held():

@@ -136,6 +136,8 @@ REACHED_BY = {
     "PFor.convert": lambda: tf.vectorized_map(tf.tanh, tf.constant(X)),
     "_eager_mode_decorator": _reach_custom_gradient,
     "_graph_mode_decorator": lambda: _trace(_reach_custom_gradient),
+    "_internal_py_func": lambda: tf.py_function(tf.tanh, [X], tf.float32),
+    "py_func_common": lambda: tf.numpy_function(np.tanh, [X], tf.float32),
     "make_function_context": lambda: tf.function(lambda x: x)(tf.constant(X)),
     "ConcreteFunction.__call__": lambda: _trace(tf.tanh, FLOATS)(tf.constant(X)),
     "_call_concrete_function": lambda: _loaded()(tf.constant(X)),
@@ -144,6 +146,8 @@ REACHED_BY = {
     "verify_single_cond_var": lambda: _trace(_reach_if, FLOATS),
     "_make_indexed_slices_indices_types_match": lambda: _trace(_reach_if, FLOATS),
     "convert_to_tensor": lambda: tf.Variable(X).assign(X),
+    "convert_to_tensor_or_ragged_tensor": lambda: tf.matmul(tf.ragged.stack([X]), [X]),
+    "_result_value_flat_to_batchable": lambda: tf.map_fn(tf.tanh, X),
     "_autopacking_helper": lambda: _trace(lambda x: tf.convert_to_tensor([x, x]), FLOATS),
     "convert_n_to_tensor_or_indexed_slices": lambda: tf.math.accumulate_n([X, X]),
     "TensorSpec.cast": lambda: tf.function(lambda x: x, input_signature=[FLOATS])(X),
@@ -199,11 +203,14 @@ def test_op_inputs_are_in_order_with_their_dtypes():
     assert tf_private.op_inputs("MatMull") == ()
 
 
-def test_op_inputs_leave_out_dtypes_without_a_kernel():
+def test_op_inputs_leave_out_dtypes_without_a_kernel_or_a_shape_function():
     (given,) = tf_private.op_inputs("Erfinv")
     assert given.floats == {"float32", "float64"}
     (given,) = tf_private.op_inputs("Softsign")
     assert given.floats == {"float16", "bfloat16", "float32", "float64"}
+    assert {each.floats for each in tf_private.op_inputs("Range")} == {
+        frozenset({"bfloat16", "float32", "float64"})
+    }
 
 
 @pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="no kernels of GPUs are registered")

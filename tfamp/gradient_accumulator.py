@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.foreign import described
 from tfamp.core.options import checked_count
-from tfamp.interop.keras_hooks import described, key_of
+from tfamp.interop.keras_hooks import key_of
 from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training import gradients as gradient_lib

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfamp.core import dtypes
+from tfamp.core.foreign import advice, described
 from tfamp.core.options import checked_flag, nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
@@ -44,7 +45,7 @@ class Policy:
 
     Raises:
         ValueError: `name` is none of the names above.
-        TypeError: An argument has the wrong type.
+        TypeError: An argument has the wrong type, or a class is not of Keras 3, such as tf_keras's.
 
     Example:
         >>> policy = Policy("mixed_float16")
@@ -165,6 +166,11 @@ def _normalised_layers(layers: object) -> tuple[type | str, ...]:
             raise TypeError(
                 "float32_layers must hold layer classes or their names; got "
                 f"{layer!r} of type {type(layer).__name__}. Give the class, not a layer of it."
+            )
+        if advice(layer):
+            raise TypeError(
+                "float32_layers must hold layer classes of Keras 3, or their names; got "
+                f"{described(layer)} No layer of Keras 3 is an instance of it."
             )
     # dict.fromkeys: without duplicates, in the order given.
     return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *given))) if given else ()

@@ -108,6 +108,40 @@ def test_grappler_itself_leaves_gpus_without_tensor_cores_alone(cases):
     assert dtypes(painted) == dtypes(graph_def)
 
 
+def variables_of_tensorflow_1(resource, loop):
+    """Products with a variable, one through an Identity more, also in a loop."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (4, 4), name="x")
+        weights = tf.compat.v1.get_variable("w", (4, 4), use_resource=resource)
+        again = tf.identity(tf.identity(weights))
+
+        def products(x):
+            return tf.matmul(tf.matmul(x, again), weights)
+
+        if loop:
+            x = tf.compat.v1.while_loop(lambda x: tf.reduce_sum(x) < 1e9, products, [x])
+        tf.identity(products(x), name="y")
+    return graph.as_graph_def(), ["y:0"], ["x:0"]
+
+
+@pytest.mark.parametrize("dtype", grappler.PASSES)
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("resource", [False, True])
+def test_reads_of_variables_have_grapplers_dtypes(resource, loop, dtype, monkeypatch):
+    from tensorflow.python.ops import control_flow_util
+
+    # Loops of TensorFlow 1, as Grappler finds them.
+    monkeypatch.setattr(control_flow_util, "ENABLE_CONTROL_FLOW_V2", False)
+    case = variables_of_tensorflow_1(resource, loop)
+    ops = {node.name: node.op for node in case[0].node}
+    assert ("VariableV2" in ops.values()) == (not resource)
+    assert ("Enter" in ops.values()) == loop
+    assert_painted_alike(case, dtype)
+    if not resource:
+        result = rewrite_graph_def(case[0], case[1], feeds=case[2], dtype=dtype)
+        assert dtypes(result.graph_def)["w/read"] == {"T": tf.float32.as_datatype_enum}
+
+
 def test_a_product_whose_kernels_are_joint_stays_as_grappler_leaves_it():
     # BatchMatMulV3 has kernels for Ta, Tb and Tout in float16, none for only one of them.
     with tf.Graph().as_default() as graph:

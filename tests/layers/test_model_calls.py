@@ -442,31 +442,126 @@ def test_ids_given_as_floats_find_their_rows(low, name, how):
     assert [table.compute_dtype for table in tables] == [low]
 
 
-def cosine():
-    return layers.Dot(1, normalize=True)
+class Scaled(layers.Embedding):
+    """Takes a tensor and a flag next to its ids."""
+
+    def call(self, inputs, scale=None, training=False):
+        rows = super().call(inputs)
+        return rows if scale is None else rows * keras.ops.cast(scale, rows.dtype)
 
 
+class Positional(layers.Embedding):
+    def call(self, *args, **kwargs):
+        return super().call(*args, **kwargs)
+
+
+class LooksUpByName(keras.Model):
+    def __init__(self, layer_class=layers.Embedding, **arguments):
+        super().__init__()
+        self.table = layer_class(4096, 1, embeddings_initializer=_row_numbers)
+        self.arguments = arguments
+
+    def call(self, x):
+        return self.table(inputs=x, **self.arguments)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "arguments", "factor"),
+    [
+        (layers.Embedding, {}, 1),
+        (Positional, {}, 1),
+        (Scaled, {"training": True}, 1),
+        (Scaled, {"scale": [2.0], "training": True}, 2),
+    ],
+)
+@pytest.mark.parametrize("way", ["policy", "O1", "O2"])
+def test_ids_given_by_name_to_a_subclass_with_other_arguments_find_their_rows(
+    low, layer_class, arguments, factor, way
+):
+    ids = np.array([[257, 2049, 4095]], "float32")
+    arguments = {
+        name: tf.constant(value) if name == "scale" else value for name, value in arguments.items()
+    }
+    if way == "policy":
+        model = LooksUpByName(layer_class, **arguments)
+    else:
+        tfamp.set_global_policy("float32")
+        model = LooksUpByName(layer_class, **arguments)
+        model(ids)
+        model, _ = tfamp.prepare(model, level=way, dtype=low)
+    for outputs in (model(ids), model.predict(ids, verbose=0)):
+        np.testing.assert_array_equal(outputs, np.array([[1, 1, 127]]) * factor)
+
+
+def test_an_embedding_used_in_reverse_takes_low_features(low):
+    layer = layers.ReversibleEmbedding(4, 2, embeddings_initializer="ones")
+    features = layers.Dense(2, kernel_initializer="ones")(np.ones((1, 3), "float32"))
+    for found in (layer(features, reverse=True), layer(inputs=features, reverse=True)):
+        assert dtype_of(found) == low
+        np.testing.assert_array_equal(found, np.full((1, 4), 6))
+
+
+# Class, its arguments, the inputs, and the first numbers of the outputs.
 FLOAT32_INSIDE = {
-    "unit": (layers.UnitNormalization, [[300.0, 400.0, 0, 0], [0, 0, 0, 0]], [0.6, 0.8]),
-    "cosine": (cosine, [[300.0, 400.0, 0, 0]], [1.0]),
-    "mean of a mask": (layers.GlobalAveragePooling1D, np.full((1, 9, 1), 3e4), [3e4]),
-    "mask of a value": (lambda: layers.Masking(2049.0), [[[2050.0], [2049.0]]], [2050, 0]),
-    "mask of a huge value": (lambda: layers.Masking(-1e9), [[[1.0], [-1e9]]], [1, 0]),
+    "unit": (layers.UnitNormalization, {}, [[300.0, 400.0, 0, 0], [0, 0, 0, 0]], [0.6, 0.8]),
+    "cosine": (layers.Dot, {"axes": 1, "normalize": True}, [[300.0, 400.0, 0, 0]], [1.0]),
+    "mean of a mask": (layers.GlobalAveragePooling1D, {}, np.full((1, 9, 1), 3e4), [3e4]),
+    "mask of a value": (layers.Masking, {"mask_value": 2049.0}, [[[2050.0], [2049.0]]], [2050, 0]),
+    "mask of a huge value": (layers.Masking, {"mask_value": -1e9}, [[[1.0], [-1e9]]], [1, 0]),
 }
 
 
+def extended(layer_class):
+    """A subclass with arguments of its own."""
+
+    class Mine(layer_class):
+        def call(self, inputs, offset=None, **kwargs):
+            return super().call(inputs, **kwargs) + offset
+
+    return Mine
+
+
+KINDS = {
+    "Keras's": lambda layer_class: layer_class,
+    "a subclass": lambda layer_class: type("Mine", (layer_class,), {}),
+    "a subclass with its own call": extended,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FLOAT32_INSIDE)
-def test_layers_that_overflow_or_compare_compute_in_float32(low, name):
-    make, x, expected = FLOAT32_INSIDE[name]
-    layer, x = make(), np.array(x, "float32")
+def test_layers_that_overflow_or_compare_compute_in_float32(low, name, kind):
+    layer_class, options, x, expected = FLOAT32_INSIDE[name]
+    layer, x = KINDS[kind](layer_class)(**options), np.array(x, "float32")
     arguments = {"mask": np.ones((1, 9), bool)} if "mean" in name else {}
-    outputs = layer([x, x] if name == "cosine" else x, **arguments)
+    if "own" in kind:
+        arguments["offset"] = tf.zeros((1, 1))
+    outputs = layer(inputs=[x, x] if name == "cosine" else x, **arguments)
     assert (layer.compute_dtype, dtype_of(outputs)) == (low, low)
     np.testing.assert_allclose(np.ravel(outputs)[: len(expected)], expected, rtol=tolerance(low))
     assert np.isfinite(outputs).all()
-    if isinstance(layer, layers.Masking):
+    if isinstance(layer, layers.Masking) and "own" not in kind:
         mask = keras.ops.ravel(outputs._keras_mask)
         np.testing.assert_array_equal(mask, [True, False])
+
+
+class CosineOfDense(layers.Dot):
+    """Gives its base class what a sublayer computes, added to its own input."""
+
+    def __init__(self):
+        super().__init__(axes=1, normalize=True)
+        self.dense = layers.Dense(2, kernel_initializer="identity")
+
+    def call(self, inputs):
+        return super().call([self.dense(x) + x for x in inputs])
+
+
+def test_sublayers_of_a_layer_that_computes_in_float32_do_so_too(low):
+    layer, x = CosineOfDense(), np.array([[300.0, 400.0]], "float32")
+    outputs = layer([x, x])
+    assert (layer.compute_dtype, dtype_of(outputs)) == (low, low)
+    np.testing.assert_allclose(outputs, [[1.0]], rtol=tolerance(low))
+    assert layer.dense.compute_dtype == "float32"
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,106 @@ def test_a_keras_policy_that_means_more_is_refused_with_advice_and_hidden_by_a_s
     with tfamp.policy_scope("mixed_float16"):
         assert keras_name() == "mixed_float16"
     assert keras.config.dtype_policy() is policy
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_scopes_left_in_any_order_leave_nothing_behind(first_out):
+    names = ["mixed_float16", "mixed_bfloat16"]
+    scopes = [tfamp.policy_scope(name) for name in names]
+    for scope in scopes:
+        scope.__enter__()
+    keras.config.set_dtype_policy("float64")  # of the inner one
+    assert keras_name() == "float64"
+    scopes.pop(first_out).__exit__(None, None, None)
+    assert keras_name() == ("mixed_float16" if first_out else "float64")
+    scopes.pop().__exit__(None, None, None)
+    assert keras_name() == "float32"
+    assert not constructors.users
+
+
+def test_generators_that_take_turns_leave_the_policy_of_their_caller():
+    def layers_of(name):
+        with tfamp.policy_scope(name):
+            for _ in range(2):
+                yield keras.layers.Dense(1).compute_dtype
+
+    tfamp.set_global_policy("float64")
+    first, second = layers_of("mixed_float16"), layers_of("mixed_bfloat16")
+    assert (next(first), next(second)) == ("float16", "bfloat16")
+    assert next(first, "the end") != "the end"
+    assert next(first, "the end") == "the end"
+    assert keras_name() == "mixed_bfloat16"  # The second one is still inside its scope.
+    assert list(second) == ["bfloat16"]
+    assert keras_name() == "float64"
+    assert not constructors.users
+
+
+def test_a_scope_left_in_another_thread_is_over_in_its_own():
+    def layers_of(name):
+        with tfamp.policy_scope(name):
+            keras.config.set_dtype_policy("float64")
+            yield keras_name()
+
+    running = layers_of("mixed_float16")
+    assert next(running) == "float64"
+    assert in_thread(keras_name) == "float32"
+    in_thread(running.close)
+    assert keras_name() == "float32"
+    assert keras.layers.Dense(1).compute_dtype == "float32"
+    assert not constructors.users
+
+
+def test_coroutines_of_one_thread_have_policies_of_their_own():
+    async def under(name):
+        seen = [keras_name()]
+        with tfamp.policy_scope(name):
+            for _ in range(3):
+                seen.append(keras.layers.Dense(1).dtype_policy.name)
+                await asyncio.sleep(0)
+        return [*seen, keras_name()]
+
+    @tfamp.policy_scope("float64")
+    async def decorated():
+        await asyncio.sleep(0)
+        return keras_name()
+
+    async def main():
+        return await asyncio.gather(*map(under, MIXED), decorated())
+
+    *found, of_decorated = asyncio.run(main())
+    assert found == [["float32", *[name] * 3, "float32"] for name in MIXED]
+    assert of_decorated == "float64"
+    assert not constructors.users
+
+
+def test_leaving_more_often_than_entering_is_an_error_and_generators_are_not_decorated():
+    scope = tfamp.policy_scope("mixed_float16")
+    for _ in range(2):
+        with scope:
+            assert keras_name() == "mixed_float16"
+        with pytest.raises(RuntimeError, match="policy_scope was left more often than it was"):
+            scope.__exit__(None, None, None)
+    assert keras_name() == "float32"
+
+    def generate():
+        yield
+
+    with pytest.raises(TypeError, match="policy_scope decorates functions that do not yield"):
+        scope(generate)
+
+
+def test_layers_do_not_share_a_policy_that_someone_may_change():
+    tfamp.set_global_policy("mixed_float16")
+    changed = keras.layers.Dense(1).dtype_policy
+    changed._compute_dtype = "float64"  # As a test of Keras's own does.
+    norm = keras.layers.BatchNormalization().dtype_policy
+    norm._name = "changed"
+    for _ in range(2):
+        assert keras.layers.Dense(1).compute_dtype == "float16"
+        assert keras.layers.BatchNormalization().dtype_policy.name == "float32"
+        assert keras.config.dtype_policy() == keras.DTypePolicy("mixed_float16")
+        keras.utils.clear_session(free_memory=False)
+    assert keras_name() == "mixed_float16"
 
 
 def test_keras_setter_wins_in_its_thread_until_tfamps_next():

@@ -201,6 +201,15 @@ def test_the_device_is_that_of_the_block_around_the_op_or_around_the_call(with_g
 # ---- Functions -----------------------------------------------------------------------------------
 
 
+def doubled(x):
+    return x * 2
+
+
+def ragged(x):
+    """Two matrices, of one row and of all."""
+    return tf.ragged.stack([x[:1], x])
+
+
 def rows(x):
     return tf.RaggedTensor.from_row_lengths(x[0], [1, 3])
 
@@ -234,6 +243,7 @@ FUNCTIONS = {
     "accumulate_n": lambda f, x: tf.math.accumulate_n([x, f, x]),
     "stacked by an op": lambda f, x: tf.reduce_max([x, f], 0),
     "stacked by a conversion": lambda f, x: tf.convert_to_tensor([[x[0, 0], 1.0], [f[0, 0], 2.0]]),
+    "ragged stack and concat": lambda f, x: tf.concat([ragged(x), ragged(f)], 0).flat_values,
     # Several tensors of one dtype.
     "ssim": lambda f, x: tf.image.ssim(image(x), image(x + f * 0), 1.0),
     "ssim_multiscale": lambda f, x: tf.image.ssim_multiscale(
@@ -252,6 +262,50 @@ FUNCTIONS = {
     # No kernel, or no shape function, of one dtype at least.
     "poisson": lambda f, x: tf.random.stateless_poisson((4, 4), (1, 2), x * 0, tf.int32),
     "isotonic_regression": lambda f, x: tf.nn.isotonic_regression(x)[0],
+    "dct": lambda f, x: [tf.signal.dct(x, kind) for kind in (1, 2, 3, 4)],
+    "mfccs": lambda f, x: tf.signal.mfccs_from_log_mel_spectrograms(x),
+    "assert_near": lambda f, x: [tf.debugging.assert_near(x, tf.identity(x)), x][1:],
+    "matrix_rank": lambda f, x: tf.linalg.matrix_rank(x),
+    "pinv": lambda f, x: tf.linalg.pinv(x + 2 * tf.eye(4, dtype=x.dtype)),
+    "pinv of a product": lambda f, x: tf.linalg.pinv(tf.matmul(f, f) + 2 * tf.eye(4)),
+    "ragged range": lambda f, x: tf.ragged.range(x[0] * 0 + 3).flat_values,
+    # Ragged matmuls; the last two run map_fn.
+    "matmul of ragged and dense": lambda f, x: tf.matmul(ragged(x), tf.stack([f, f])).flat_values,
+    "matmul of ragged and low": lambda f, x: tf.matmul(ragged(f), tf.stack([x, x])).flat_values,
+    "matmul of ragged and an array": lambda f, x: (
+        tf.matmul(
+            ragged(x), np.stack([f, f]) if tf.executing_eagerly() else tf.stack([f, f])
+        ).flat_values
+    ),
+    "matmul of two ragged": lambda f, x: (
+        tf.matmul(
+            tf.ragged.stack([f[:1, :2], f]), tf.ragged.stack([f[:2], f]), output_type=None
+        ).flat_values
+    ),
+    "matmul of a transposed ragged": lambda f, x: (
+        tf.matmul(ragged(x), tf.ragged.stack([f[:1], f]), transpose_a=True).flat_values
+    ),
+    "map_fn that says its dtype": lambda f, x: tf.map_fn(
+        lambda row: tf.linalg.matvec(x, row), f, fn_output_signature=tf.TensorSpec((4,))
+    ),
+    "map_fn that says its ragged dtype": lambda f, x: (
+        tf.map_fn(
+            lambda row: tf.RaggedTensor.from_row_lengths(tf.linalg.matvec(x, row), [1, 3]),
+            f,
+            fn_output_signature=tf.RaggedTensorSpec((2, None), tf.float32),
+        ).flat_values
+    ),
+    # Python with declared dtypes.
+    "py_function": lambda f, x: tf.py_function(doubled, [tf.matmul(f, x)], tf.float32),
+    "py_function of several": lambda f, x: tf.py_function(
+        lambda a: (doubled(a), len(a)), [x], [tf.float32, tf.int32]
+    ),
+    "py_function of ragged": lambda f, x: (
+        tf.py_function(
+            doubled, [ragged(x)], tf.RaggedTensorSpec((2, None, None), ragged_rank=2)
+        ).flat_values
+    ),
+    "numpy_function": lambda f, x: tf.numpy_function(doubled, [tf.matmul(f, x)], tf.float32),
     # A variable's dtype.
     "scatter_nd_update": written(lambda v, x: v.scatter_nd_update([[1]], x[:1])),
     "scatter_add": written(lambda v, x: v.scatter_add(tf.IndexedSlices(x[:1], [2]))),
@@ -273,3 +327,18 @@ def test_a_function_that_runs_in_float32_runs_with_low_tensors_too(name, run):
         for one, other in zip(found, expected, strict=True):
             assert one.dtype.is_floating == other.dtype.is_floating
             assert_close(one, other, dtype, depth=16)
+
+
+def test_the_gradient_of_python_with_a_declared_dtype():
+    x = tf.Variable(np.random.default_rng(0).uniform(0.25, 0.75, (4, 4)), dtype=tf.float32)
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape, tfamp.autocast("bfloat16"):
+            low = tf.matmul(x, x)
+            loss = tf.reduce_sum(tf.py_function(doubled, [low], tf.float32))
+        assert (low.dtype, loss.dtype) == (tf.bfloat16, tf.float32)
+        return tape.gradient(loss, x)
+
+    ones = np.full((4, 4), 2.0, "float32")
+    assert_close(gradient(), ones @ x.numpy().T + x.numpy().T @ ones, "bfloat16", depth=8)

@@ -16,10 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
+from tfamp.core.foreign import described
 from tfamp.core.options import checked_count
 from tfamp.diagnostics.step_statistics import SHARES, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator
-from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
+from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for
 from tfamp.interop.patching import wrap_method
 from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +23,12 @@ _STATE = "keras.src.backend.common.global_state"
 _VARIABLES = "keras.src.backend.common.variables"
 
 
-def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
-    """Returns a patch: Keras gets its policy from `read`, and calls `wrote` when one is set.
+def policy_source(read: Callable[[], Any], store: Callable[[Any], bool]) -> Patch:
+    """Returns a patch: Keras gets its policy from `read`, and gives one that is set to `store`.
 
     Keras keeps its policy in a thread-local, which cannot be set for another thread. `read` returns
-    None for Keras's own policy; `wrote` is called in the thread that set it.
+    None for Keras's own policy; `store` is called in the thread that set it, and returns whether it
+    stored the policy instead of Keras.
     """
 
     class GlobalState:
@@ -44,9 +44,8 @@ def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
             return self._module.get_global_attribute(name, *args, **kwargs)
 
         def set_global_attribute(self, name: str, value: Any) -> None:
-            self._module.set_global_attribute(name, value)
-            if name == _POLICY:
-                wrote()
+            if name != _POLICY or not store(value):
+                self._module.set_global_attribute(name, value)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._module, name)
@@ -71,6 +70,14 @@ def set_thread_policy(policy: Any) -> None:
         policy: What `thread_policy` returned.
     """
     foreign(f"{_STATE}:set_global_attribute")(_POLICY, policy)
+
+
+def session() -> Any:
+    """An object that identifies Keras's session; `keras.utils.clear_session` begins another one.
+
+    Symbol: `keras.src.backend.common.global_state.GLOBAL_STATE_TRACKER`.
+    """
+    return foreign(f"{_STATE}:GLOBAL_STATE_TRACKER")
 
 
 def global_seed_generator() -> Any:
@@ -520,28 +527,6 @@ def as_tensor(variable: Any) -> Any:
     # keras.ops.convert_to_tensor would return the Keras variable itself.
     value = native(variable)
     return tf.convert_to_tensor(value) if runs_tensorflow() else value
-
-
-def described(value: object) -> str:
-    """Describes a value given instead of an object of Keras 3, with advice, to end a message."""
-    owner = value if isinstance(value, type) else type(value)
-    name = f"{owner.__module__}.{owner.__qualname__}".removeprefix("builtins.")
-    text = f"the class {name}" if value is owner else f"{value!r:.80} of type {name}"
-    return f"{text}.{advice(value)}"
-
-
-def advice(value: object) -> str:
-    """Advice for an object or class of tf_keras, TensorFlow 1 or PyTorch; "" for others."""
-    owner = value if isinstance(value, type) else type(value)
-    names = [f"{base.__module__}.{base.__name__}" for base in owner.__mro__]
-    for pattern, library in (
-        (r"tf_keras\.", "tf_keras (Keras 2, which tf.keras is with TF_USE_LEGACY_KERAS)"),
-        (r"tensorflow\..*Optimizer$", "TensorFlow 1"),
-        (r"torch\.", "PyTorch"),
-    ):
-        if any(re.match(pattern, name) for name in names):
-            return f" That is of {library}: use its counterpart in keras, which is Keras 3."
-    return ""
 
 
 def require_tensorflow(feature: str, instead: str = "a mixed policy") -> None:

@@ -58,6 +58,9 @@ _PRIVATE_TENSORFLOW = (
     ("recording", "eager.forwardprop:ForwardAccumulator._watch"),
     ("custom_gradient", "ops.custom_gradient:_eager_mode_decorator"),
     ("custom_gradient", "ops.custom_gradient:_graph_mode_decorator"),
+    ("python_function", "ops.script_ops:_internal_py_func"),
+    # NumPy's functions, which eager mode runs without an op.
+    ("python_function", "ops.script_ops:py_func_common"),
     ("function_context", "eager.polymorphic_function.function_context:make_function_context"),
     ("finished_graph", "eager.polymorphic_function.concrete_function:ConcreteFunction.__call__"),
     ("finished_graph", "saved_model.function_deserialization:_call_concrete_function"),
@@ -66,8 +69,10 @@ _PRIVATE_TENSORFLOW = (
     ("branch_check", "autograph.operators.control_flow:verify_single_cond_var"),
     ("branches", "ops.cond_v2:_make_indexed_slices_indices_types_match"),
     ("convert", "framework.ops:convert_to_tensor"),
+    ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
     ("stacked", "ops.array_ops:_autopacking_helper"),
     ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
+    ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
     ("signature_cast", "framework.tensor:TensorSpec.cast"),
     ("true_division", "ops.math_ops:_truediv_python3"),
     ("sparse_matmul", "ops.math_ops:sparse_matmul"),
@@ -105,12 +110,17 @@ RESULTS_CAST_BACK = {
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
 # Functions that check dtypes before they run an op. The first reject low precision, or sum squares,
-# which overflow float16 from 256 on. The second reject mixed dtypes.
+# which overflow float16 from 256 on. The second reject mixed dtypes. The third declare the dtype of
+# an op's result by the dtype of its inputs, which they therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
+    ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
     ("tensorflow.python.ops.linalg_ops", "norm"),
     ("tensorflow.python.ops.math_ops", "complex"),
     ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+    ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
     ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
     ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
 }
@@ -120,6 +130,7 @@ SAME_DTYPE_FUNCTIONS = {
     ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
     ("tensorflow.python.ops.nn_ops", "_dropout"),
 }
+FUNCTIONS_OF_OPS = {("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"): "MatMul"}
 # The module whose conversions are for variables, which have a fixed dtype.
 FIXED_DTYPES = "tensorflow.python.ops.resource_variable_ops"
 # Modules between the code that requests a cast and TensorFlow's cast op.
@@ -209,9 +220,19 @@ class Patch:
     Args:
         replacements: By name in the tables, a function that is called with the original and its
             arguments, or a class whose instance, made of the original, replaces it.
+
+    Raises:
+        ValueError: The tables do not have a name.
     """
 
     def __init__(self, **replacements: Callable[..., Any]) -> None:
+        names = {name for name, _ in SYMBOLS}
+        for name in replacements:
+            if name not in names:
+                raise ValueError(
+                    f"No symbol is listed under {name!r}: a patch replaces those under "
+                    f"{', '.join(sorted(names))}. Add the symbol to the tables of patching.py."
+                )
         self._replacements = replacements
         # Reentrant: garbage collection may meanwhile close a generator that holds the patch.
         self._lock = threading.RLock()

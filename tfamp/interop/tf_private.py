@@ -179,6 +179,10 @@ class OpInput(NamedTuple):
 _REAL_PART_OF = {"Treal": "T"}
 
 
+# Low dtypes that an op's shape function rejects in a graph, although there is a kernel.
+_WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
+
+
 @functools.cache
 def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
     """The inputs of an op type, in order; none for an unknown op.
@@ -188,7 +192,9 @@ def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
     definition = _definition(op)
     used = {arg.type_attr for arg in definition.input_arg}
     floats = {
-        attr.name: _allowed_floats(attr) - _without_kernel(op, attr.name, device)
+        attr.name: _allowed_floats(attr)
+        - _without_kernel(op, attr.name, device)
+        - _WITHOUT_SHAPE.get((op, attr.name), frozenset())
         for attr in definition.attr
         if attr.name in used and _allowed_floats(attr)
     }

@@ -28,6 +28,7 @@ from tfamp.policy import Policy, prepares_data
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
 uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
+# Subclasses too: they may call the method of their base class.
 _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
     keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
@@ -71,8 +72,9 @@ def protect_values(layer: Any) -> None:
     add_losses_in_float32(layer)
     if isinstance(layer, keras.layers.Embedding):
         wrap_method(layer, "call", _look_up_exactly)
-    elif type(layer) in _FLOAT32_INSIDE:
-        _compute_in_float32(layer)
+    for layer_class, applies in _FLOAT32_INSIDE.items():
+        if isinstance(layer, layer_class):
+            _compute_in_float32(layer, layer_class, applies)
     if isinstance(layer, keras_hooks.functional_class()):
         return  # casts no inputs
     if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
@@ -92,25 +94,36 @@ def protect_values(layer: Any) -> None:
             wrap_method(layer, "build", functools.partial(_build_sequential, layer))
 
 
-def _look_up_exactly(original: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
-    if not any((*args, *kwargs.values())):  # not the reverse of an embedding
-        ids = layer_dtypes.as_given(ids)
-    return original(ids, *args, **kwargs)
+def _look_up_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls an Embedding with exact ids, its first argument, unless it gets features to reverse."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if not given.arguments.get("reverse"):
+        ids = next(iter(given.arguments))
+        exact = keras.tree.map_structure(layer_dtypes.as_given, given.arguments[ids])
+        given.arguments[ids] = exact
+    return original(*given.args, **given.kwargs)
 
 
-def _compute_in_float32(layer: Any) -> None:
-    """Makes a layer of `_FLOAT32_INSIDE` compute in float32 between low inputs and outputs."""
-    applies = _FLOAT32_INSIDE[type(layer)]
+def _compute_in_float32(layer: Any, layer_class: Any, applies: Callable[[Any, bool], bool]) -> None:
+    """Makes a layer of `_FLOAT32_INSIDE` compute in float32 between low inputs and outputs.
+
+    A subclass with its own `call` computes all of it in float32, its sublayers included: it may mix
+    their outputs with its inputs, and call the method of its base class on either.
+    """
     if isinstance(layer, _EXACT_INPUTS):
         _uncast(layer)
+    is_extended = type(layer).call is not layer_class.call
 
-    def call(original: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        masked = any(x is not None for x in (*args, kwargs.get("mask")))
-        if not applies(layer, masked):
-            return original(inputs, *args, **kwargs)
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not applies(layer, is_extended or given.get("mask") is not None):
+            return original(*args, **kwargs)
+        if is_extended:
+            sublayers, policy_name = keras_hooks.sublayers(layer), layer_dtypes.float_policy(layer)
+            _set_float32(sublayers, is_built_in(layer), policy_name)
+        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
         with keras_hooks.reading_variables_in(None):
-            exact = keras.tree.map_structure(layer_dtypes.in_float32, inputs)
-            return layer_dtypes.lowered(original(exact, *args, **kwargs), layer.compute_dtype)
+            return layer_dtypes.lowered(original(*args, **kwargs), layer.compute_dtype)
 
     wrap_method(layer, "call", call)
 
@@ -448,7 +461,7 @@ def runs_float32_layer() -> bool:
     return bool(_running.float32)
 
 
-def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -> None:
+def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str | None) -> None:
     for layer in layers:
         # Keras's own layers set it on theirs explicitly; a dtype given by the user wins.
         ours = managed_layers.get(layer) is not None or handed_down

@@ -1,24 +1,24 @@
 """The policy in force, per process and per thread; Keras's own policy follows it.
 
 There are two levels. `set_global_policy` sets the policy of the process, in every thread, running
-ones included. `policy_scope` sets one for a block of code in one thread and hides the process's
-there. Keras's own setter overrides the level it is called at, in its thread, until tfamp's next
-call.
+ones included. `policy_scope` sets one for a block of code in one thread and coroutine, and hides
+the process's there. Keras's own setter overrides the level it is called at, in its thread, until
+tfamp's next call: inside a scope the scope stores what it sets, and outside of all Keras does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
+from tfamp.core.foreign import described
+from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import Patch
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
@@ -27,24 +27,35 @@ _KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 
 @dataclass(eq=False)
-class _Level:
-    """A policy in force: the process's, or a scope's with the Keras policy to restore."""
+class _Level(Scope):
+    """A policy in force: the process's, or a scope's.
+
+    Attributes:
+        policy: The policy.
+        outer: The scope around a scope, if any.
+        keras_before: Keras's own policy of the thread when the scope was entered.
+        keras_policy: The policy that Keras's own setter set in the scope since; None for none.
+        session: The session of Keras that it was set in. `clear_session` ends it, and with it
+            Keras's policy, but only at the innermost level.
+    """
 
     policy: Policy
+    outer: _Level | None = None
     keras_before: Any = None
-    keras_set_before: _Level | None = None
+    keras_policy: Any = None
+    session: Any = None
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.scopes: list[_Level] = []
-        # The level at which this thread called Keras's own setter last.
-        self.keras_set_over: _Level | None = None
+    # The level of the process at which this thread called Keras's own setter last.
+    keras_set_over: _Level | None = None
 
 
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _lock = threading.RLock()
 _thread = _Thread()
 _process: _Level | None = None
+_scopes: ScopeStack[_Level] = ScopeStack("tfamp_policy")
 # Scopes of all threads. Weak: a thread that dies inside a scope must not keep the hooks alive.
 _open_scopes: weakref.WeakSet[_Level] = weakref.WeakSet()
 
@@ -70,11 +81,10 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
         >>> set_global_policy("float32")
     """
     global _process
-    level = _Level(_as_policy(policy))
+    level, scope = _Level(_as_policy(policy)), _scopes.innermost
     with _lock:
-        if _thread.scopes:
-            _thread.scopes[-1].policy = level.policy
-            _thread.keras_set_over = None
+        if scope is not None:
+            scope.policy, scope.keras_policy = level.policy, None
         else:
             _process = level
         _follow()
@@ -106,13 +116,14 @@ def global_policy() -> Policy:
     return policy
 
 
-class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a function
-    """Sets the policy of this thread for a block of code.
+class policy_scope:  # noqa: N801 - reads as a function
+    """Sets the policy of this thread and coroutine for a block of code.
 
-    Restores the former policy, and Keras's own, on exit, also after an exception. Scopes nest; one
-    object can be entered again inside itself, and by several threads. Other threads keep their
-    policy; other coroutines of this thread do not, as with Keras's own policy, so do not await
-    inside. Build a model inside the scope that creates its layers; it can be called outside.
+    A context manager and a decorator. Restores the former policy, and Keras's own, on exit, also
+    after an exception. Scopes nest; one object can be entered again inside itself, and by several
+    threads and coroutines. Scopes may be left in any order and in any thread. Other threads and
+    coroutines keep their policy. Build a model inside the scope that creates its layers; it can be
+    called outside.
 
     Args:
         policy: As for `set_global_policy`.
@@ -128,22 +139,30 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
 
     def __init__(self, policy: Policy | keras.DTypePolicy | str):
         self._policy = _as_policy(policy)
+        self._entered: list[_Level] = []  # in all contexts and threads
 
     def __enter__(self) -> Policy:
-        scope = _Level(self._policy, keras_hooks.thread_policy(), _thread.keras_set_over)
-        _thread.scopes.append(scope)
+        outer = _scopes.innermost
+        if outer is not None:
+            _set_by_keras(outer)  # Drops what `clear_session` ended before.
+        scope = _Level(self._policy, outer, keras_hooks.thread_policy())
         with _lock:
+            self._entered.append(scope)
+            _scopes.enter(scope)
             _open_scopes.add(scope)
             _follow()
         return self._policy
 
     def __exit__(self, *exception: object) -> None:
-        scope = _thread.scopes.pop()
-        keras_hooks.set_thread_policy(scope.keras_before)
-        _thread.keras_set_over = scope.keras_set_before
         with _lock:
+            scope = _scopes.leave_one(self._entered, "policy_scope")
             _open_scopes.discard(scope)
             _follow()
+        _undo_clearing(scope)
+
+    def __call__(self, function: _Callable) -> _Callable:
+        """Decorates a function, to run under this policy."""
+        return decorated(self, "policy_scope", function)
 
 
 def _as_policy(policy: object) -> Policy:
@@ -171,27 +190,57 @@ def _from_keras(policy: Any) -> Policy:
     )
 
 
-@functools.cache
-def _plain(name: str) -> Any:
-    return keras.DTypePolicy(name)
+def _level_here() -> _Level | None:
+    """Returns the level that this code is at; None where tfamp has set no policy."""
+    return _scopes.innermost or _process
 
 
 def _level_in_force() -> _Level | None:
     """Returns the level whose policy holds in this thread; None where Keras's own holds."""
-    level = _thread.scopes[-1] if _thread.scopes else _process
-    if level is not None and _thread.keras_set_over is level:
-        # clear_session() drops Keras's own policy, and the level holds again.
-        return None if keras_hooks.thread_policy() is not None else level
-    return level
+    level = _level_here()
+    return None if level is None or _set_by_keras(level) is not None else level
+
+
+def _set_by_keras(level: _Level) -> Any:
+    """Returns the policy that Keras's own setter has set at the level of this code, or None.
+
+    `clear_session()` drops it, and the level's own policy holds again.
+    """
+    if level is _process:
+        return keras_hooks.thread_policy() if _thread.keras_set_over is level else None
+    if level.session is not keras_hooks.session():
+        level.keras_policy = None
+    return level.keras_policy
+
+
+def _undo_clearing(scope: _Level) -> None:
+    """Restores Keras's policy around a scope that was left, if `clear_session` in it dropped it."""
+    if scope.outer is not None:
+        scope.outer.session = keras_hooks.session()
+    elif scope.thread == threading.get_ident() and keras_hooks.thread_policy() is None:
+        keras_hooks.set_thread_policy(scope.keras_before)
 
 
 def _keras_policy_in_force() -> Any:
-    level = _level_in_force()
-    return None if level is None else _plain(level.policy.name)
+    """Returns the policy that Keras gets; None for its own.
+
+    A new object each time: a policy is mutable, and layers must not share one for ever.
+    """
+    level = _level_here()
+    if level is None:
+        return None
+    own = _set_by_keras(level)
+    return keras.DTypePolicy(level.policy.name) if own is None else own
 
 
-def _keras_was_set() -> None:
-    _thread.keras_set_over = _thread.scopes[-1] if _thread.scopes else _process
+def _keras_was_set(policy: Any) -> bool:
+    """Stores a policy that Keras's own setter sets in a scope; returns whether it did."""
+    scope = _scopes.innermost
+    if scope is None:
+        _thread.keras_set_over = _process
+        return False
+    scope.keras_policy, scope.session = policy, keras_hooks.session()
+    return True
 
 
 def _follow() -> None:
@@ -210,9 +259,9 @@ def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     if given is None and model_calls.runs_float32_layer():
         given = kwargs["dtype"] = "float32"
     if isinstance(given, Policy):
-        kwargs["dtype"] = _plain(given.name)
+        kwargs["dtype"] = keras.DTypePolicy(given.name)
     elif given is None and policy is not None and policy.keeps_float32(type(layer)):
-        kwargs["dtype"] = _plain("float32")
+        kwargs["dtype"] = "float32"
     original(layer, *args, **kwargs)
     if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)

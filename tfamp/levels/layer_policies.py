@@ -17,9 +17,10 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.foreign import advice, described
 from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import described, layers_of
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import layer_dtypes, model_calls
 from tfamp.layers.policy_state import policy_scope
@@ -149,7 +150,7 @@ def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]
             names = [x.name if is_text else type(x).__name__ for x in layers]
             raise ValueError(
                 f"{argument} holds {each!r}, which means no layer of the model. The nearest is "
-                f"{nearest(getattr(each, '__name__', each), names)!r}.{keras_hooks.advice(each)}"
+                f"{nearest(getattr(each, '__name__', each), names)!r}.{advice(each)}"
             )
         chosen |= {id(layer) for layer in found}
     return [layer for layer in layers if id(layer) in chosen]

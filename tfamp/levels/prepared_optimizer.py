@@ -14,9 +14,9 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
+from tfamp.core.foreign import described
 from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions

@@ -9,7 +9,7 @@ an allow, infer, deny and clear node, lower case for one that is not converted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from tfamp.planning.cost import FLOP_RULES
@@ -52,6 +52,7 @@ class Rules:
     Attributes:
         colors: Colour of each slot's node: "allow", "infer", "deny", "clear" or None.
         integers: Slots of sums of integers.
+        reads: Slots that read variables of TensorFlow 1: they stay float32.
         fanin: For each slot the slots its values come from, also through TensorLists.
         fanout: For each slot the slots its values go to, also through TensorLists.
     """
@@ -70,6 +71,7 @@ class Rules:
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
             self.colors[slot] = "deny"
+        self.reads = _reads_of_references(index)
         self.fanin, self.fanout = neighbours(index)
 
     def is_free(self, slot: int) -> bool:
@@ -79,6 +81,10 @@ class Rules:
     def may_join(self, slot: int, painting: Painting, *colors: str) -> bool:
         """Whether a slot of one of these colours may follow its neighbours."""
         return self.colors[slot] in colors and self.is_free(slot) and slot not in painting.denied
+
+    def may_join_beside(self, slot: int, painting: Painting) -> bool:
+        """Whether a clear slot may follow its neighbours in either direction."""
+        return slot not in self.reads and self.may_join(slot, painting, "clear")
 
     def may_infer(self, slot: int, painting: Painting) -> bool:
         """Whether a slot may follow its producers, as all may be low."""
@@ -111,7 +117,7 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     updates = _ways_to_variables(rules, reduced=False)
 
     def is_clear(slot: int) -> bool:
-        return rules.may_join(slot, painting, "clear")
+        return rules.may_join_beside(slot, painting)
 
     def follows(slot: int) -> bool:
         return is_clear(slot) or (slot not in updates and rules.may_infer(slot, painting))
@@ -157,6 +163,23 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
             if origins and all(map(is_integer, origins)):
                 products += node.slots
     return [slot for slot in reach(products, consumers) if index.slots[slot].dtype == FLOAT32]
+
+
+def _reads_of_references(index: GraphIndex) -> Collection[int]:
+    """Slots of Identity nodes directly behind variables without resources, and of their Enters.
+
+    Grappler leaves them, as programs fetch the Identity as the variable's value.
+    """
+    ops = index.ops
+    reads = [
+        slot
+        for slot, sources in enumerate(index.fanin)
+        if ops[slot] == "Identity" and any(ops[each] in _REFERENCES for each in sources)
+    ]
+    return reach(reads, along(lambda slot: ops[slot] == "Enter", index.fanout))
+
+
+_REFERENCES = frozenset({"Variable", "VariableV2"})
 
 
 def deny_by_structure(rules: Rules, painting: Painting) -> None:
@@ -253,7 +276,7 @@ def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
     """
 
     def is_clear(slot: int) -> bool:
-        return rules.may_join(slot, painting, "clear")
+        return rules.may_join_beside(slot, painting)
 
     near = reach(painting.low, along(is_clear, rules.fanin, rules.fanout))
     for slot, cause in near.items():

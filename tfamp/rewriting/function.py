@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -137,14 +138,28 @@ def _low_dtype(dtype: str | None) -> str:
     return name or FLOAT32
 
 
+_NOT_TRACED = {
+    "a generator function": inspect.isgeneratorfunction,
+    "a coroutine function": inspect.iscoroutinefunction,
+    "an asynchronous generator function": inspect.isasyncgenfunction,
+}
+
+
 def check_function(fn: Any) -> None:
-    """Raises a TypeError unless given a function or a model."""
+    """Raises a TypeError unless given a function that returns, or a model."""
     if isinstance(fn, type) or not callable(fn):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(
             "rewrite takes a tf.function, a concrete function, a Keras model or a Python function; "
             f"got {got}."
         )
+    python = getattr(fn, "python_function", fn)
+    for kind, is_kind in _NOT_TRACED.items():
+        if is_kind(python) or is_kind(python.__call__):
+            raise TypeError(
+                "rewrite takes functions that return their result, which TensorFlow can trace; got "
+                f"{kind}, {fn!r}. Rewrite the function that computes, and call it from this one."
+            )
 
 
 class RewrittenFunction(SaveableFunction):

@@ -310,7 +310,9 @@ def _into_current_graph(
     inputs = dict(zip(names, map(tf_private.capture_into_graph, values), strict=True))
     current = tf.compat.v1.get_default_graph()
     scope = _free_scope(graph_def, current, names)
-    host = _Host(current, scope, inputs, traced.graph, options.for_gradients())
+    names_here = {name: tensor.name for name, tensor in inputs.items()}
+    gradients = options.for_gradients()
+    host = _Host(weakref.ref(current), scope, names_here, traced.graph, gradients)
     _adopt_gradients(graph_def, host)
     outputs = [tensor.name for tensor in traced.outputs]
     results = _import_graph_def(graph_def, inputs, outputs, scope)
@@ -358,25 +360,28 @@ def _trace(function: TracedFunction, call: FlatCall) -> Any:
 class _Host:
     """The graph that the nodes of a trace are copied to; looks up the copies.
 
+    TensorFlow registers gradients for the life of the process, so this does not keep the graph.
+
     Attributes:
-        graph: The graph.
+        graph: Returns the graph while it exists.
         scope: The name scope of the copies.
-        inputs: The tensors that replace the inputs of the trace, by name.
+        inputs: Names of the tensors that replace the inputs of the trace, by name.
         traced: The `FuncGraph` that was traced.
         options: How gradients are converted.
     """
 
-    graph: Any
+    graph: weakref.ref[Any]
     scope: str
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, str]
     traced: Any
     options: RewriteOptions
 
     def counterpart(self, name: str) -> Any:
         """Returns the copy of a tensor or operation of the trace; KeyError if there is none."""
-        if name in self.inputs:
-            return self.inputs[name]
-        return self.graph.as_graph_element(f"{self.scope}/{name}" if self.scope else name)
+        graph, copied = self.graph(), f"{self.scope}/{name}" if self.scope else name
+        if graph is None:
+            raise KeyError(f"The graph with the copy of {name!r} has been deleted.")
+        return graph.as_graph_element(self.inputs.get(name, copied))
 
 
 @dataclass(frozen=True)

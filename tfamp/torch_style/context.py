@@ -15,6 +15,7 @@ import operator
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
@@ -26,6 +27,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
+from tfamp.core.scopes import decorated
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.tf_private import OpInput, op_inputs
@@ -316,6 +318,32 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
 # ---- Functions -----------------------------------------------------------------------------------
 
 
+def python_function(
+    mode: Mode, original: Any, func: Any, inp: Any, Tout: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Casts the results of a Python function to the dtypes that were declared for its op.
+
+    A graph runs it while no autocast is in force, on the results of the ops before it.
+    """
+    several = isinstance(Tout, (list, tuple))
+    declared = [_declared_dtype(each) for each in (Tout if several else [Tout])]
+
+    @functools.wraps(func)
+    def with_dtypes(*args: Any) -> Any:
+        result = func(*args)
+        if isinstance(result, (list, tuple)):
+            return [recast(*each) for each in zip(result, declared, strict=False)]
+        return recast(result, declared[0]) if declared else result
+
+    return original(with_dtypes if callable(func) else func, inp, Tout, *args, **kwargs)
+
+
+def _declared_dtype(declared: Any) -> str:
+    """The name of a dtype, or of the dtype in a type specification; "" if it has none."""
+    dtype = getattr(declared, "dtype", declared)
+    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
+
+
 def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Adds the mode and the kind of device to the cache key of a function's traces."""
     made = original(*args, **kwargs)
@@ -339,10 +367,12 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     if function.graph not in _seen:
         _seen.add(function.graph)
         name = function.name.decode() if isinstance(function.name, bytes) else function.name
-        if _stays_float32(function.graph, mode):
+        float32 = _float32_ops(function.graph, mode)
+        if float32:
+            ops = ", ".join(f"{count} {op}" for op, count in sorted(float32.items()))
             warnings.warn(
                 f"{name} is a finished graph, a ConcreteFunction or one from a SavedModel: "
-                "autocast leaves it as it is, in float32. Call the tf.function it "
+                f"autocast leaves it as it is, with {ops} in float32. Call the tf.function it "
                 "comes from, which is traced again for autocast, or tfamp.rewrite(function, "
                 f"dtype={mode.dtype!r}).",
                 TfampWarning,
@@ -351,14 +381,16 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     return original(function, *args, **kwargs)
 
 
-def _stays_float32(graph: Any, mode: Mode) -> bool:
-    """Whether ops of the low list run in float32 and none in the low dtype, a user's choice."""
+def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
+    """Counts float32 ops of the low list; none if one has the low dtype, which is a choice."""
     graph_def = graph.as_graph_def()
     bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
     nodes = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
-    dtypes = {node.attr["T"].type for node in nodes if "T" in node.attr}
     low, wide = (tf.as_dtype(dtype).as_datatype_enum for dtype in (mode.dtype, "float32"))
-    return wide in dtypes and low not in dtypes
+    types = [(node.op, node.attr["T"].type) for node in nodes if "T" in node.attr]
+    if any(dtype == low for _, dtype in types):
+        return Counter()
+    return Counter(op for op, dtype in types if dtype == wide)
 
 
 # ---- Control flow --------------------------------------------------------------------------------
@@ -425,9 +457,22 @@ def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: 
     hint = kwargs.get("dtype_hint")
     if hint is not None and current_modes.current is not None and state.exceeds(value, hint.name):
         kwargs["dtype_hint"] = tf.float32
-    if current_modes.current is not None and tf.is_tensor(value):  # True of Keras variables, too.
-        value, dtype = _converted(value, dtype, sys._getframe(2))
+    mode = current_modes.current
+    if mode is None:
+        return original(value, dtype, *args, **kwargs)
+    caller = sys._getframe(2)
+    if _function_of(caller) in patching.FUNCTIONS_OF_OPS:
+        target = mode.targets.get(patching.FUNCTIONS_OF_OPS[_function_of(caller)])
+        mixed = "float32" if _mixes(caller.f_locals.values()) else ""
+        return recast(original(value, dtype, *args, **kwargs), target or mixed)
+    if tf.is_tensor(value):  # True of Keras variables, too.
+        value, dtype = _converted(value, dtype, caller)
     return original(value, dtype, *args, **kwargs)
+
+
+def _function_of(frame: FrameType) -> tuple[str, str]:
+    """The module and the name of the function that runs in a frame."""
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
 
 
 def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
@@ -439,8 +484,7 @@ def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
     given = dtype_name(value)
     if given not in EDITABLE:
         return value, dtype
-    module = caller.f_globals.get("__name__", "")
-    function = (module, caller.f_code.co_name)
+    function = _function_of(caller)
     if function in patching.FLOAT32_FUNCTIONS or (
         function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
     ):
@@ -448,7 +492,7 @@ def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
     wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
     if given == wanted or wanted not in EDITABLE:
         return value, dtype
-    if wanted == "float32" or module == patching.FIXED_DTYPES:
+    if wanted == "float32" or function[0] == patching.FIXED_DTYPES:
         return recast(value, wanted), dtype
     return value, None
 
@@ -466,6 +510,12 @@ def _mixes(values: Any) -> bool:
     """Whether tensors among the values have mixed float dtypes."""
     dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
     return len(dtypes & EDITABLE) > 1
+
+
+def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
+    """Casts the results of a mapped function to the dtypes that were declared for them."""
+    pairs = zip(values, map(_declared_dtype, signature), strict=True)
+    return original([recast(*pair) for pair in pairs], signature)
 
 
 def array_method(mode: Mode, original: Any, array: Any, *args: Any, **kwargs: Any) -> Any:
@@ -528,9 +578,9 @@ def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FOR_A_MODE = (
-    true_division, cast, public_cast, paused, custom_gradient, function_context, signature_cast,
-    finished_graph, while_loop, loop_check, branch_check, branches, stacked, array_method,
-    sparse_matmul, cross_entropy, operation_call,
+    true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
+    signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
+    array_method, sparse_matmul, cross_entropy, operation_call,
 )  # fmt: skip
 # Installed while any autocast is in force.
 hooks = patching.Patch(
@@ -621,41 +671,15 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     def __enter__(self) -> autocast:
         hooks.acquire()
-        self._entered.append(current_modes.enter(self._mode))
+        block = current_modes.block(self._mode)
+        self._entered.append(block)
+        current_modes.enter(block)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not self._entered:
-            raise RuntimeError("autocast was left more often than it was entered.")
-        # An asynchronous generator, for one, may be closed in another context.
-        here = [block for block in self._entered if block in current_modes.blocks()]
-        block = (here or self._entered)[-1]
-        self._entered.remove(block)
-        current_modes.leave(block)
+        current_modes.leave_one(self._entered, "autocast")
         hooks.release()
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
-        if not callable(function) or any(
-            is_generator(function)
-            for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        ):
-            raise TypeError(
-                f"autocast decorates functions that do not yield; got {function!r}. Inside a "
-                "generator use `with tfamp.autocast(...)` around code that does not yield."
-            )
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited_under_autocast(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return await function(*args, **kwargs)
-
-            return awaited_under_autocast  # type: ignore[return-value]
-
-        @functools.wraps(function)
-        def under_autocast(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return under_autocast  # type: ignore[return-value]
+        return decorated(self, "autocast", function)

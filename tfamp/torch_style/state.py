@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.interop.tf_private import place_in_trace
@@ -39,55 +38,28 @@ class Mode:
         return cls(dtype, targets, cache_casts, (dtype, lists))
 
 
-@dataclass(eq=False, slots=True)
-class Block:
+@dataclass(eq=False)
+class Block(Scope):
     """An autocast that was entered."""
 
     mode: Mode | None  # None casts nothing.
     casts: Casts  # Shared with the blocks around it.
     device: str  # Kind of TensorFlow's default device.
-    thread: int = field(default_factory=threading.get_ident)  # The thread it applies to.
-    left: bool = False  # The stack of another context may still hold it.
 
 
-class _Modes:
-    """The autocasts in force: a stack of blocks for each context, innermost last.
+class _Modes(ScopeStack[Block]):
+    """The autocasts in force."""
 
-    A context is one of `contextvars`: each coroutine has its own. A block applies only to its
-    thread, as TensorFlow's scopes do, even if a copy of its context runs in another thread.
-    """
-
-    def __init__(self) -> None:
-        self._stack: ContextVar[tuple[Block, ...]] = ContextVar("tfamp_autocast", default=())
-
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks in force here."""
-        here = threading.get_ident()
-        return tuple(b for b in self._stack.get() if b.thread == here and not b.left)
-
-    def enter(self, mode: Mode | None) -> Block:
-        """Puts a mode in force here, until its block is left."""
-        outer = self.blocks()
-        if outer:
-            block = Block(mode, outer[-1].casts, outer[-1].device)
-        else:
-            # Read once: it costs as much as a small op, and is constant once ops have run.
-            block = Block(mode, Casts(), tf_private.default_device_kind())
-            # Tapes opened earlier bypass our hooks.
-            block.casts.recording_changed()
-        self._stack.set((*outer, block))
+    def block(self, mode: Mode | None) -> Block:
+        """Returns a block to enter here."""
+        outer = self.innermost
+        if outer is not None:
+            return Block(mode, outer.casts, outer.device)
+        # Read once: it costs as much as a small op, and is constant once ops have run.
+        block = Block(mode, Casts(), tf_private.default_device_kind())
+        # Tapes opened earlier bypass our hooks.
+        block.casts.recording_changed()
         return block
-
-    def leave(self, block: Block) -> None:
-        """Ends a block, in whatever order, context and thread."""
-        block.left = True
-        self._stack.set(self.blocks())
-
-    @property
-    def innermost(self) -> Block | None:
-        """The block in force here; None outside of every autocast."""
-        here, stack = threading.get_ident(), reversed(self._stack.get())
-        return next((block for block in stack if block.thread == here and not block.left), None)
 
     @property
     def current(self) -> Mode | None:
@@ -105,7 +77,8 @@ class _Modes:
         if mode is None and self.current is None:
             yield
             return
-        block = self.enter(mode)
+        block = self.block(mode)
+        self.enter(block)
         try:
             yield
         finally:
@@ -172,7 +145,7 @@ def _is_read_in_this_trace(value: Any) -> bool:
     )
 
 
-current_modes = _Modes()
+current_modes = _Modes("tfamp_autocast")
 
 # ---- Values --------------------------------------------------------------------------------------
 

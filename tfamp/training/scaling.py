@@ -19,8 +19,9 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
+from tfamp.core.foreign import described
 from tfamp.core.options import LossScale, LossScaleState, next_state
-from tfamp.interop.keras_hooks import as_tensor, built_for, described
+from tfamp.interop.keras_hooks import as_tensor, built_for
 from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 
