@@ -28,7 +28,7 @@ def test_a_configuration_comes_from_a_dict_and_from_json_and_does_not_change(tmp
     path = tmp_path / "precision.json"
     path.write_text(json.dumps(FULL))
     assert PrecisionConfig.from_file(path) == config
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="level"):
         config.level = "O3"
 
 
