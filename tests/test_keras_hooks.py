@@ -19,7 +19,7 @@ def test_a_constructor_keeps_configurations_and_errors_and_converts_tfamps_polic
         assert Scale(2.0, dtype="float32", name="s").get_config() == plain
         with pytest.raises(ValueError, match="Unrecognized keyword arguments"):
             keras.layers.Layer(wrong=1)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="positional argument"):
             keras.layers.Layer("positional")
         with pytest.raises(ValueError, match="must be KerasTensors"):
             keras.Model(inputs=[1], outputs=[2])

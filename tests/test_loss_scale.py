@@ -90,7 +90,39 @@ def test_fixed_scale_counts_skips_if_it_skips_and_never_changes():
     assert advance(rule, [False, True, False]) == initial_state(rule)
 
 
-# The update rule of another system, restated from its description; nothing here is its code.
+# Histories of other systems that share the rule where their arguments say so: Keras 3's own tests
+# expect 400 -> 25 after four overflows and 2 -> 32 after eight finite steps at an interval of two;
+# torch's expects 128 * 2**3 * 0.5 for one skip in four.
+@pytest.mark.parametrize(
+    ("rule", "history", "scale"),
+    [
+        (DynamicLossScale(initial_scale=400.0), [False] * 4, 25.0),
+        (DynamicLossScale(initial_scale=2.0, growth_steps=2), [True] * 8, 32.0),
+        (DynamicLossScale(initial_scale=128.0, growth_steps=1), [True, False, True, True], 512.0),
+    ],
+)
+def test_known_histories(rule, history, scale):
+    assert float(advance(rule, history).scale) == scale
+
+
+# Update rules of other systems, restated from their descriptions; nothing here is their code.
+
+
+class MindSpore:
+    """Backs off at once, never below 1; grows at every `window`-th step since the last overflow."""
+
+    def __init__(self, scale, factor, window):
+        self.scale, self.factor, self.window = scale, factor, window
+        self.step_number, self.last_overflow = 1, 0
+
+    def step(self, finite):
+        if finite:
+            if (self.step_number - self.last_overflow) % self.window == 0:
+                self.scale *= self.factor
+        else:
+            self.scale = max(self.scale / self.factor, 1.0)
+            self.last_overflow = self.step_number
+        self.step_number += 1
 
 
 class DeepSpeed:
@@ -115,23 +147,59 @@ class DeepSpeed:
         self.step_number += 1
 
 
-# 50 growths by 4 stay in float32's range. With a hysteresis of 1 it is MindSpore's rule too.
-@given(
-    st.lists(st.booleans(), max_size=50),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.sampled_from([2.0, 4.0]),
-)
-def test_deepspeed_and_mindspore_rule(history, window, hysteresis, factor):
+class Apex:
+    """Counts a tracker down at each overflow and backs off from 0 on; a finite step refills it."""
+
+    def __init__(self, scale, interval, hysteresis, ceiling):
+        self.scale, self.interval, self.ceiling = scale, interval, ceiling
+        self.hysteresis, self.tracker, self.good = hysteresis, hysteresis, 0
+
+    def step(self, finite):
+        if finite:
+            self.tracker = self.hysteresis
+            self.good += 1
+            if self.good == self.interval:
+                self.good, self.scale = 0, min(self.scale * 2, self.ceiling)
+        else:
+            self.good = 0
+            self.tracker -= 1
+            if self.tracker <= 0:
+                self.scale /= 2
+
+
+def assert_same_scales(reference, rule, history):
+    state = initial_state(rule)
+    for number, finite in enumerate(history):
+        reference.step(finite)
+        state = next_state(rule, state, finite, np)
+        assert float(state.scale) == reference.scale, f"step {number} of {history}"
+
+
+# 50 growths by 4 stay in float32's range, 50 halvings of 2**22 above the least scale.
+HISTORIES = st.lists(st.booleans(), max_size=50)
+FACTORS = st.sampled_from([2.0, 4.0])
+
+
+@given(HISTORIES, st.integers(1, 5), FACTORS)
+def test_mindspore_rule(history, window, factor):
+    rule = DynamicLossScale(2.0**8, factor, 1 / factor, window, min_scale=1.0, max_scale=2.0**127)
+    assert_same_scales(MindSpore(2.0**8, factor, window), rule, history)
+
+
+@given(HISTORIES, st.integers(1, 5), st.integers(1, 4), FACTORS)
+def test_deepspeed_rule(history, window, hysteresis, factor):
     rule = DynamicLossScale(
         2.0**8, factor, 1 / factor, window, hysteresis, min_scale=1.0, max_scale=2.0**127
     )
-    reference = DeepSpeed(2.0**8, factor, window, hysteresis, 1.0)
-    state = initial_state(rule)
-    for finite in history:
-        reference.step(finite)
-        state = next_state(rule, state, finite, np)
-        assert float(state.scale) == reference.scale
+    assert_same_scales(DeepSpeed(2.0**8, factor, window, hysteresis, 1.0), rule, history)
+
+
+@given(HISTORIES, st.integers(1, 5), st.integers(1, 4))
+def test_apex_rule(history, interval, hysteresis):
+    rule = DynamicLossScale(
+        initial_scale=2.0**22, growth_steps=interval, hysteresis=hysteresis, max_scale=2.0**24
+    )
+    assert_same_scales(Apex(2.0**22, interval, hysteresis, 2.0**24), rule, history)
 
 
 @settings(max_examples=50)

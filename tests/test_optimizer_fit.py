@@ -1,7 +1,5 @@
 """LossScaleOptimizer under model.fit, in every way Keras can run a step, and in a compiled loop."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -115,37 +113,6 @@ def test_reading_the_state_inside_the_step_needs_no_host():
 
     assert [float(value) for value in step(tf.constant(np.nan))] == [2.0, 0.0, 1.0, 1.0, 0.0]
     assert [float(value) for value in step(tf.constant(1.0))] == [2.0, 1.0, 1.0, 0.0, 1.0]
-
-
-def _skips(record):
-    said = [each for each in record if each.category is tfamp.TfampWarning]
-    assert {each.filename for each in said} == {__file__}
-    return [str(each.message) for each in said]
-
-
-def test_a_run_that_skips_every_step_gets_one_warning_in_fit_and_in_an_eager_loop():
-    model, (x, _) = small_model(), data(3)
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
-    with pytest.warns(tfamp.TfampWarning, match="find_nonfinite") as record:
-        model.fit(x, np.full((24, 1), np.nan), batch_size=1, epochs=3, verbose=0)
-    assert int(model.optimizer.skipped_steps) == 72
-    (text,) = _skips(record)
-    assert "skipped the last 24 steps" in text
-    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.warns(tfamp.TfampWarning, match="has skipped the last 50 steps") as record:
-        for _ in range(120):
-            optimizer.apply_gradients([(tf.constant(np.inf), weight)], unscaled=True)
-    assert len(_skips(record)) == 1
-
-
-def test_a_scale_that_finds_its_place_is_not_warned_of():
-    model, (x, y) = small_model(), data(20)
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(1e-3)), "mse", jit_compile=False)
-    x[: 8 * 15] = np.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tfamp.TfampWarning)
-        fit(model, x, y, epochs=3)
-    assert int(model.optimizer.skipped_steps) == 45
 
 
 @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 tests/data/write_old_keras_files.py wrote the files, with the Keras of each release.
 """
 
+import copy
 import json
 import zipfile
 from pathlib import Path
@@ -132,3 +133,80 @@ def test_the_configuration_of_tf_keras_is_taken():
     assert type(made.inner_optimizer) is keras.optimizers.SGD
     assert (float(made.learning_rate), made.inner_optimizer.momentum) == (0.5, 0.25)
     assert (made.initial_scale, made.dynamic_growth_steps) == (64.0, 3)
+
+
+# ---- What Keras's own class does -----------------------------------------------------------------
+
+# docs/migrating/from_keras3.md lists the deliberate differences.
+either = pytest.mark.parametrize(
+    "wrapper", [tfamp.LossScaleOptimizer, keras.optimizers.LossScaleOptimizer]
+)
+
+
+def stepped(wrapper, gradients, **options):
+    """A weight after steps with gradients of a scaled loss, and the optimizer."""
+    optimizer = wrapper(keras.optimizers.SGD(0.25), **options)
+    weight = keras.Variable(np.float32([2.0, -1.0]))
+    for gradient in gradients:
+        optimizer.scale_loss(np.float32(1.0))
+        optimizer.apply([np.float32(gradient)], [weight])
+    return weight.numpy(), optimizer
+
+
+@either
+def test_a_finite_step_divides_by_the_scale(wrapper):
+    weight, _ = stepped(wrapper, [[4.0 * 2**15, -8.0 * 2**15]])
+    np.testing.assert_array_equal(weight, [1.0, 1.0])
+
+
+@either
+def test_a_step_that_is_not_finite_changes_no_weight_and_is_not_an_iteration(wrapper):
+    weight, optimizer = stepped(wrapper, [[np.inf, 0.0], [np.nan, 1.0]])
+    np.testing.assert_array_equal(weight, [2.0, -1.0])
+    assert int(optimizer.iterations) == 0
+
+
+@either
+def test_the_scale_halves_at_every_step_that_is_not_finite(wrapper):
+    _, optimizer = stepped(wrapper, [[np.inf, np.inf]] * 3, initial_scale=80.0)
+    assert float(optimizer.scale_loss(np.float32(1.0))) == 10.0
+
+
+@either
+def test_the_scale_doubles_after_the_growth_steps(wrapper):
+    _, optimizer = stepped(wrapper, [[1.0, 2.0]] * 6, initial_scale=4.0, dynamic_growth_steps=2)
+    assert float(optimizer.scale_loss(np.float32(1.0))) == 32.0
+
+
+@either
+def test_a_variable_to_overwrite_becomes_its_gradient_as_given(wrapper):
+    weight = keras.Variable(np.float32([2.0, -1.0]))
+    weight.overwrite_with_gradient = True
+    other = keras.Variable(1.0)
+    optimizer = wrapper(keras.optimizers.SGD(0.25), initial_scale=8.0)
+    optimizer.scale_loss(np.float32(1.0))
+    optimizer.apply([np.float32([5.0, 6.0]), np.float32(8.0)], [weight, other])
+    np.testing.assert_array_equal(weight.numpy(), [5.0, 6.0])
+    assert float(other) == 0.75
+
+
+@either
+def test_iterations_are_the_inner_optimizers(wrapper):
+    _, optimizer = stepped(wrapper, [[1.0, 2.0], [np.inf, 0.0], [3.0, 4.0]])
+    assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 2
+
+
+def test_a_search_makes_new_ones_from_a_description_and_trains_them():
+    """As keras_tuner does: for each trial a new model, and copies of the callbacks."""
+    monitor = tfamp.diagnostics.NumericsMonitor(every=1)
+    copies = []
+    for rate in (0.1, 0.01):
+        described = keras.optimizers.serialize(
+            tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
+        )
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(described, "mse", jit_compile=False)
+        copies.append(copy.deepcopy(monitor))
+        model.fit(X, X[:, :2], batch_size=2, verbose=0, callbacks=[copies[-1]])
+        assert float(model.optimizer.learning_rate) == pytest.approx(rate)
+    assert [len(each.history) for each in (monitor, *copies)] == [0, 2, 2]

@@ -91,8 +91,8 @@ def test_it_is_in_place_until_the_last_holder_lets_go():
         assert patch.users == 1
     assert Thing.compute is original
     assert ours(Thing()) == 0
-    with pytest.raises(KeyError), patch.held():
-        raise KeyError
+    with pytest.raises(KeyError, match="inside"), patch.held():
+        raise KeyError("inside")
     assert Thing.compute is original
 
 

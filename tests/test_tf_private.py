@@ -139,6 +139,8 @@ REACHED_BY = {
     "_internal_py_func": lambda: tf.py_function(tf.tanh, [X], tf.float32),
     "py_func_common": lambda: tf.numpy_function(np.tanh, [X], tf.float32),
     "make_function_context": lambda: tf.function(lambda x: x)(tf.constant(X)),
+    "Function.get_concrete_function": lambda: _trace(tf.tanh, FLOATS),
+    "Function.__call__": lambda: tf.function(lambda x: x)(tf.constant(X)),
     "ConcreteFunction.__call__": lambda: _trace(tf.tanh, FLOATS)(tf.constant(X)),
     "_call_concrete_function": lambda: _loaded()(tf.constant(X)),
     "while_loop": lambda: tf.while_loop(lambda i: i < 2, lambda i: [i + 1], [tf.constant(0)]),
@@ -376,7 +378,7 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
         return upstream
 
     assert tf_private.registered_gradient("TfampTestGradient") is gradient
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError, match="TfampNoSuchGradient"):
         tf_private.registered_gradient("TfampNoSuchGradient")
 
 

@@ -18,7 +18,7 @@ from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, run
 from tfamp.interop.keras_saving import RestoresInner, read_by_saving
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling
+from tfamp.training import scaling, skipped_steps
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
 from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
@@ -148,7 +148,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         # Used by `prepare` too, and `gradient_record` by GradientAccumulator.
         self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
-            scaling.watch(self)
+            skipped_steps.watch(self)
 
     def _create_variables(self) -> None:
         """Creates the state variables; checkpoints find them by the names of the attributes."""
@@ -398,7 +398,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         skips = self.rule.skip_nonfinite
         weights, record = self.stored_weights, self._record_step
         apply_if_finite(weights, gradients, finite, skips=skips, record=record)
-        scaling.note_eager_step(self)
+        skipped_steps.note_step(self)
 
     def _checked(
         self, grads: list[Any], variables: list[Any], unscaled: bool | None

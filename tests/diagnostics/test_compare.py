@@ -337,8 +337,9 @@ def test_a_policy_map_is_left_alone():
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     layer = L.Dense(2, dtype=policies, name="mapped")
     model = keras.Sequential([keras.Input((8,)), layer, L.Dense(1)])
-    with pytest.raises(KeyError), computing_in(model, "float16"):  # Also after an exception.
+    # Also after an exception.
+    with pytest.raises(KeyError, match="inside"), computing_in(model, "float16"):
         assert layer.compute_dtype == "float16"
-        raise KeyError
+        raise KeyError("inside")
     assert layer.dtype_policy is policies
     assert not list(policies)

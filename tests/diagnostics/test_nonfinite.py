@@ -241,6 +241,76 @@ def test_a_function_compiled_by_xla():
     assert find_nonfinite(lambda x: function(x) + 1, tf.constant([12.0])).op == "Exp"
 
 
+def test_a_step_without_arguments_needs_no_batch():
+    weight, target = tf.Variable([12.0]), tf.constant([1.0])
+
+    def step():
+        return tf.exp(tf.cast(weight, tf.float16))
+
+    class Loop(tf.Module):
+        step = tf.function(lambda self: step())
+
+    traced = tf.function(step)
+    for function in (step, traced, traced.get_concrete_function(), Loop().step, lambda x=0: step()):
+        report = find_nonfinite(function)
+        assert (report.op, report.kind, report.stage) == ("Exp", "overflow", "forward")
+    assert find_nonfinite(step, y=target, loss="mse").op == "Exp"
+    assert find_nonfinite(lambda: tf.exp(weight)) is None
+    assert find_nonfinite(lambda: tf.exp(weight), y=target, loss="mse") is None
+    large = tf.Variable(tf.fill((4, 32), 100.0))
+    product = lambda: tf.matmul(large, large, transpose_b=True)  # noqa: E731
+    assert find_nonfinite(product, dtype="float16").op == "MatMul"
+    rewritten = tfamp.rewrite(product, dtype="float16", placement="lists")
+    assert "tfamp.rewrite(..., keep_float32=" in find_nonfinite(rewritten).fix
+
+
+def test_a_train_step_without_arguments_leaves_its_variables():
+    weight = tf.Variable(tf.ones((8, 4)), name="weights")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**30)
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            out = tf.cast(tf.ones((4, 8)), tf.float16) @ tf.cast(weight, tf.float16)
+            scaled = optimizer.get_scaled_loss(tf.reduce_mean(tf.cast(out, tf.float32)))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [weight]))
+        optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+    report = find_nonfinite(step)
+    assert (report.stage, report.variable) == ("loss_scale", "weights")
+    assert weight.numpy().max() == 1.0
+
+
+def test_a_product_is_called_attention_where_a_softmax_takes_it():
+    x = np.full((2, 8, 8), 100.0, np.float32)
+
+    def fix(function):
+        report = find_nonfinite(function, tf.cast(x, tf.float16))
+        assert report.op in ("BatchMatMulV2", "Einsum", "MatMul")
+        return report.fix
+
+    def logits(x):
+        return tf.matmul(x, x, transpose_b=True)
+
+    mask = tf.constant([0.0, -1e4, *[0.0] * 6], tf.float16)
+    for attention in (
+        lambda x: tf.nn.softmax(logits(x)),
+        lambda x: tf.nn.softmax(tf.cast(logits(x) / 2.0 + mask, tf.float32)),
+        lambda x: tf.matmul(tf.nn.softmax(tf.einsum("bid,bjd->bij", x, x)), x),
+    ):
+        assert "attention logits" in fix(attention)
+    for other in (logits, lambda x: logits(x) @ x, lambda x: tf.nn.softmax(x) + logits(x)):
+        assert "attention" not in fix(other)
+        assert "sum of products" in fix(other)
+    # A classifier's last product feeds a softmax too, and multiplies by weights.
+    dense = layers.Dense(4, activation="softmax", kernel_initializer="ones", dtype="float16")
+    dense.build((None, 8))
+    dense.kernel.assign(dense.kernel * 200.0)
+    found = find_nonfinite(dense, x[0])
+    assert (found.op, "attention" in found.fix) == ("MatMul", False)
+
+
 # ---- Wrong arguments -----------------------------------------------------------------------------
 
 
@@ -258,6 +328,11 @@ def test_wrong_arguments():
     for batches in (tf.data.Dataset.from_tensors(x), iter([x])):
         with pytest.raises(TypeError, match="one batch"):
             find_nonfinite(model, batches)
+    for given in ((model,), (model, ()), (lambda x: x,), (tf.function(lambda x: x),)):
+        with pytest.raises(TypeError, match="no batch x, .*; x is missing"):
+            find_nonfinite(*given)
+    with pytest.raises(TypeError, match="no batch x"):
+        find_nonfinite(lambda: tf.ones(2), y=x)
     with pytest.raises(ValueError, match="x is an empty batch"):
         find_nonfinite(model, x[:0], x[:0, :2], loss="mse", dtype="float16")
 

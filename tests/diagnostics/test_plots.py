@@ -4,12 +4,14 @@ import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from helpers.monitor_records import made_record
 from tfamp.diagnostics import plot_exponents, plot_loss_scale
 
 matplotlib = pytest.importorskip("matplotlib")
+FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
 
 HISTORY = [
     made_record(100, changes=[[1, 2.0**16], [31, 2.0**15]], skipped=[30]),
@@ -65,10 +67,39 @@ def test_several_records_are_drawn_together_each_with_its_own_scale():
     assert any("20.0% of the values are zero" in text for text in texts(figure))
 
 
-def test_far_away_exponents_and_no_gradient_at_all_can_be_drawn():
-    plot_exponents(made_record(counts={-127: 1, 100: 1})).draw_without_rendering()
-    plot_exponents(made_record(counts={})).draw_without_rendering()
-    plot_loss_scale(made_record(counts={}, scale=1.0)).draw_without_rendering()
+def pixels(figure):
+    """The share of a figure's pixels that are not white, by colour channel."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return (np.asarray(canvas.buffer_rgba())[..., :3] < 250).mean(axis=(0, 1))
+
+
+def test_far_away_exponents_are_drawn_at_the_ends_of_the_axes():
+    figure = plot_exponents(made_record(counts={-127: 1, 100: 1}))
+    for axes in figure.axes:
+        left, right = axes.get_xlim()
+        assert heights(axes) == {left: 0.5, right - 1: 0.5}
+        assert axes.get_title(loc="right") == "flushed 50.0%   subnormal 0.0%   overflow 50.0%"
+    assert (pixels(figure) > 0.01).all()
+
+
+def test_without_a_gradient_there_are_no_bars_and_the_text_says_so():
+    figure = plot_exponents(made_record(counts={}))
+    for axes in figure.axes:
+        assert not heights(axes)
+        assert axes.get_title(loc="right") == "flushed 0.0%   subnormal 0.0%   overflow 0.0%"
+    assert any("100.0% of the values are zero" in text for text in texts(figure))
+    assert (pixels(figure) > 0.01).all()
+
+
+def test_a_scale_of_one_without_a_gradient_is_a_line_at_one():
+    figure = plot_loss_scale(made_record(counts={}, scale=1.0))
+    (axes,) = figure.axes
+    assert [set(line.get_ydata()) for line in axes.lines] == [{0.0}]
+    left, right = axes.get_ylim()
+    assert left < 0.0 < right
+    assert (pixels(figure) > 0.005).all()
+    assert "$2^{0}$" in [label.get_text() for label in axes.get_yticklabels()]
 
 
 @pytest.mark.parametrize("plot", [plot_exponents, plot_loss_scale])

@@ -325,5 +325,5 @@ def test_files_that_hold_no_arrays_by_name_are_refused(tmp_path):
     for name in ("one.npy", "none.npz", "objects.npz", "text.npz"):
         with pytest.raises(ValueError, match=f"{name} does not hold named arrays of numbers"):
             Calibration.from_npz(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"missing\.npz"):
         Calibration.from_npz(tmp_path / "missing.npz")

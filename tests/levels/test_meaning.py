@@ -1,10 +1,18 @@
-"""The meaning of each level, by machine and dtype: a second, hand-written table."""
+"""The meaning of each level, by machine and dtype: what `prepare` makes of a model that trains."""
 
+import keras
+import numpy as np
 import pytest
 
-from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.levels.precision_config import effective_level
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from tfamp.machine import hardware
 from tfamp.machine.hardware import Gpu, Hardware
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+Y = (X @ np.float32([[1], [-2], [0.5], [3]])).astype("float32")
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+pytestmark = pytest.mark.filterwarnings("ignore:No low precision is fast:tfamp.TfampWarning")
 
 
 def machine(*, bfloat16=False, capability=None, tpu=False):
@@ -18,6 +26,31 @@ VOLTA = machine(capability=(7, 0))
 AMPERE = machine(capability=(8, 0))
 
 
+@pytest.fixture
+def on(monkeypatch):
+    """Makes tfamp find a machine."""
+    return lambda found: monkeypatch.setattr(hardware, "detect", lambda: found)
+
+
+def prepared(**arguments):
+    """A small compiled model, prepared with SGD."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=False)
+    return tfamp.prepare(model, **arguments)
+
+
+def fit(model, x=X, y=Y):
+    return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+
+def products(model):
+    """The dtypes that the products of a train step are computed in."""
+    return op_dtypes(lambda: model.train_step((X[:8], Y[:8])))["MatMul"]
+
+
 @pytest.mark.parametrize(
     ("where", "level", "dtype"),
     [
@@ -29,53 +62,96 @@ AMPERE = machine(capability=(8, 0))
         (machine(tpu=True), "O2", "bfloat16"),
     ],
 )
-def test_auto_goes_by_the_device(where, level, dtype):
-    found = effective_level(PrecisionConfig(level="auto"), where)
-    assert (found.level, found.dtype) == (level, dtype)
-    assert any(reason.startswith(f"level: auto is {level}") for reason in found.reasons)
+def test_auto_goes_by_the_device(where, level, dtype, on):
+    on(where)
+    model, optimizer = prepared(level="auto")
+    assert dtype in products(model)
+    assert model.layers[0].compute_dtype == (dtype if level == "O2" else "float32")
+    assert isinstance(optimizer, tfamp.LossScaleOptimizer) is (level != "O0")
+    settings = tfamp.precision_settings(model)
+    assert settings.level == level
+    assert f"level: auto is {level}" in str(settings)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_auto_does_not_take_float16_to_a_cpu(dtype):
-    found = effective_level(PrecisionConfig(level="auto", dtype=dtype), BF16_CPU)
-    assert found.level == "O0"
+def test_auto_does_not_take_float16_to_a_cpu(dtype, on):
+    on(BF16_CPU)
+    model, optimizer = prepared(level="auto", dtype=dtype)
+    assert products(model) == {"float32"}
+    assert type(optimizer) is keras.optimizers.SGD
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@LEVELS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_default_loss_scale_is_that_of_the_table(level, dtype):
-    found = effective_level(PrecisionConfig(level=level, dtype=dtype), PLAIN_CPU)
+def test_the_default_loss_scale_is_that_of_the_table(level, dtype, on):
+    on(PLAIN_CPU)
+    model, optimizer = prepared(level=level, dtype=dtype)
+    if level == "O0":
+        assert type(optimizer) is keras.optimizers.SGD
+        return
     dynamic = level in ("O1", "O2") and dtype == "float16"
-    skips_only = None if level == "O0" else FixedLossScale(1.0, skip_nonfinite=True)
-    assert found.loss_scale == (DynamicLossScale() if dynamic else skips_only)
+    assert (optimizer.dynamic, float(optimizer.loss_scale)) == (dynamic, 2.0**15 if dynamic else 1)
+    weights = model.get_weights()
+    model.train_on_batch(X[:8], Y[:8] * np.inf)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert int(optimizer.skipped_steps) == 1
+    assert float(optimizer.loss_scale) == (2.0**14 if dynamic else 1)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_loss_scale_that_is_given_holds_at_every_level(level):
-    config = PrecisionConfig(level=level, dtype="bfloat16", loss_scale=128)
-    assert effective_level(config, PLAIN_CPU).loss_scale == FixedLossScale(128.0)
-    config = PrecisionConfig(level=level, loss_scale="none")
-    assert effective_level(config, PLAIN_CPU).optimizer_rule is None
+@LEVELS
+def test_a_loss_scale_that_is_given_holds_at_every_level(level, on):
+    on(PLAIN_CPU)
+    model, optimizer = prepared(level=level, dtype="bfloat16", loss_scale=128)
+    plain, bare = prepared(level=level, dtype="bfloat16", loss_scale="none")
+    assert type(bare) is keras.optimizers.SGD
+    # A power of two changes no bit: scaled once, unscaled once.
+    assert fit(model) == fit(plain)
+    for scaled, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(scaled, expected)
+    model.train_on_batch(X[:8], Y[:8] * np.nan)
+    counts = [int(each) for each in (optimizer.iterations, optimizer.skipped_steps)]
+    assert (counts, float(optimizer.scale_loss(1.0))) == ([2, 1], 128.0)
 
 
-def test_a_machine_without_low_precision_gets_one_all_the_same_and_a_warning():
-    found = effective_level(PrecisionConfig(), PLAIN_CPU)
-    assert found.dtype == "bfloat16"
-    assert "emulated" in found.warning
-    assert effective_level(PrecisionConfig(), BF16_CPU).warning is None
+@pytest.mark.filterwarnings("default:No low precision is fast")
+def test_a_machine_without_low_precision_gets_one_all_the_same_and_a_warning(on, recwarn):
+    on(PLAIN_CPU)
+    with pytest.warns(tfamp.TfampWarning, match="emulated"):
+        model, _ = prepared()
+    assert "bfloat16" in products(model)
+    recwarn.clear()
+    on(BF16_CPU)
+    model, _ = prepared()
+    assert "bfloat16" in products(model)
+    assert not [each for each in recwarn if each.category is tfamp.TfampWarning]
 
 
-def test_clipping_and_masters_need_a_wrapper_that_scales_by_one():
-    config = PrecisionConfig(dtype="bfloat16", grad_clip=1.0, loss_scale="none")
-    assert effective_level(config, BF16_CPU).optimizer_rule == FixedLossScale(1.0)
+def test_clipping_and_masters_need_a_wrapper_that_scales_by_one(on):
+    on(BF16_CPU)
+    for level, arguments in (("O1", {"grad_clip": 1e-3}), ("O2", {"master_weights": True})):
+        model, optimizer = prepared(level=level, dtype="bfloat16", loss_scale="none", **arguments)
+        assert float(optimizer.scale_loss(1.0)) == 1.0
+        before = [weight.numpy() for weight in model.trainable_weights]
+        fit(model)
+        moved = [w.numpy() - old for w, old in zip(model.trainable_weights, before, strict=True)]
+        norm = np.sqrt(sum(np.sum(np.square(each.astype("float32"))) for each in moved))
+        # Two clipped steps with a learning rate of 0.05.
+        assert bool(0 < norm <= 2 * 0.05 * 1e-3 * 1.01) is (level == "O1")
+        assert len(optimizer.master_variables) == (2 if level == "O2" else 0)
 
 
-def test_auto_refuses_masters_where_weights_are_float32():
+def test_auto_refuses_masters_where_weights_are_float32(on):
+    on(BF16_CPU)
     with pytest.raises(ValueError, match="level 'auto' is O1 here"):
-        effective_level(PrecisionConfig(level="auto", master_weights=True), BF16_CPU)
+        prepared(level="auto", master_weights=True)
 
 
-def test_split_weights_are_bfloat16():
-    config = PrecisionConfig(level="O3", dtype="float16", weight_rounding="split")
+def test_split_weights_are_bfloat16(on):
+    on(BF16_CPU)
     with pytest.raises(ValueError, match="goes with bfloat16, and the dtype here is float16"):
-        effective_level(config, BF16_CPU)
+        prepared(level="O3", dtype="float16", weight_rounding="split")
+    model, _ = prepared(level="O3", dtype="bfloat16", weight_rounding="split")
+    assert {weight.dtype for weight in model.trainable_weights} == {"bfloat16"}
+    losses = fit(model) + fit(model)
+    assert losses[1] < losses[0]

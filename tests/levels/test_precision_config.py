@@ -35,7 +35,7 @@ def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_ch
     path = tmp_path / "precision.json"
     path.write_text(json.dumps(FULL))
     assert PrecisionConfig.from_file(path) == config
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="level"):
         config.level = "O3"
 
 

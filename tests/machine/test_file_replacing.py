@@ -12,7 +12,7 @@ def test_a_file_is_written_in_a_new_folder_and_replaced_or_stays(tmp_path):
     path = tmp_path / "new" / "file.txt"
     replace_text(path, "one ²")
     replace_text(path, "two")
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
         replace_text(path, "new \ud800")
     assert path.read_text(encoding="utf-8") == "two"
     assert [each.name for each in path.parent.iterdir()] == ["file.txt"]

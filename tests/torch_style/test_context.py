@@ -521,8 +521,10 @@ def test_other_kinds_of_tensors_are_untouched(a, run):
     found = work(tf.cast(a, tf.float64), tf.ones((4, 4), tf.int32))
     expected = "float64 complex64 int32 float64 int32 bool string float32 float32"
     assert [each.dtype.name for each in found] == expected.split()
-    with tfamp.autocast("bfloat16"), pytest.raises((tf.errors.InvalidArgumentError, TypeError)):
-        tf.raw_ops.MatMul(a=a, b=tf.cast(a, tf.float64))  # Fails as without autocast.
+    wide = tf.cast(a, tf.float64)
+    for context in (contextlib.nullcontext(), tfamp.autocast("bfloat16")):
+        with context, pytest.raises((tf.errors.InvalidArgumentError, TypeError), match="double"):
+            tf.raw_ops.MatMul(a=a, b=wide)  # Fails as without autocast.
 
 
 def test_custom_lists(a):

@@ -419,13 +419,13 @@ def test_state_dict_round_trip_with_torchs_keys():
 
 def test_a_bad_state_dict_restores_nothing():
     scaler, before = tfamp.GradScaler(), tfamp.GradScaler().state_dict()
-    for changes, error in [
-        ({"growth_interval": 0}, ValueError),
-        ({"scale": math.inf}, ValueError),
-        ({"_growth_tracker": -1}, ValueError),
-        ({"backoff_factor": None}, TypeError),
+    for changes, error, message in [
+        ({"growth_interval": 0}, ValueError, "growth_interval.*0"),
+        ({"scale": math.inf}, ValueError, "scale.*inf"),
+        ({"_growth_tracker": -1}, ValueError, "_growth_tracker.*-1"),
+        ({"backoff_factor": None}, TypeError, "backoff_factor.*None"),
     ]:
-        with pytest.raises(error):
+        with pytest.raises(error, match=message):
             scaler.load_state_dict(before | {"scale": 2.0} | changes)
     with pytest.raises(KeyError, match="no 'growth_factor', .*, only .'scale'"):
         scaler.load_state_dict({"scale": 2.0})

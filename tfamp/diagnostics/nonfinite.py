@@ -26,7 +26,15 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.model_runs import check_batch, check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
-from tfamp.diagnostics.nonfinite_step import LOSS_SCOPE, Path, Place, Step, bare_name, trace_step
+from tfamp.diagnostics.nonfinite_step import (
+    LOSS_SCOPE,
+    Path,
+    Place,
+    Step,
+    bare_name,
+    check_arguments,
+    trace_step,
+)
 from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
@@ -44,12 +52,16 @@ _GROWING = op_types("""
 _PASSING_ON = op_types("""
     Cast EnsureShape ExpandDims Identity IdentityN Reshape Squeeze StopGradient Transpose
 """)
+# Ops between attention's product and its softmax: scales, masks, caps.
+_TO_SOFTMAX = op_types("""
+    AddV2 Cast Div Identity Maximum Minimum Mul RealDiv Reshape Select SelectV2 Sub Tanh Transpose
+""")
 _BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
 _LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 
 
 def find_nonfinite(
-    model_or_fn: Any, x: Any, y: Any = None, *, loss: Any = None, dtype: str | None = None
+    model_or_fn: Any, x: Any = (), y: Any = None, *, loss: Any = None, dtype: str | None = None
 ) -> NonFiniteReport | None:
     """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
@@ -59,8 +71,8 @@ def find_nonfinite(
     seconds, so give it one batch.
 
     Weights, optimizer, seeds, moving statistics and policies are restored, also after an exception.
-    Side effects of a Python function on Python objects during tracing are not undone, and other
-    threads must not call the model meanwhile.
+    Side effects of a Python function on Python objects during tracing are not undone, an iterator
+    that it reads advances, and other threads must not call the model meanwhile.
 
     Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic loss
     scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
@@ -70,7 +82,7 @@ def find_nonfinite(
             `tfamp.rewrite` returned: a forward pass, or a whole training step with its tape,
             autocast and optimizer inside. Called as `fn(x)`, or `fn(x, y)`.
         x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
-            becomes the arguments of a function that takes as many.
+            becomes the arguments of a function that takes as many; leave it out for none.
         y: Targets of the batch, if any.
         loss: The name of a Keras loss, a loss object, or a function of targets and outputs. None is
             the loss that the model is compiled with, or its class's own `train_step`. With a loss,
@@ -84,7 +96,8 @@ def find_nonfinite(
         an optimizer that scales it, or if the function scales it.
 
     Raises:
-        TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is not a loss.
+        TypeError: `model_or_fn` cannot be called or needs an `x`, which is missing; `x` is a data
+            set; or `loss` is not a loss.
         ValueError: The dtype is unknown; there are targets, but no loss; or a model's batch is
             empty.
 
@@ -106,6 +119,7 @@ def find_nonfinite(
     """
     dtype = getattr(dtype, "name", dtype)  # A dtype of TensorFlow equals its name.
     _check(model_or_fn, x, dtype)
+    check_arguments(model_or_fn, x, None if loss is not None else y)
     step = trace_step(model_or_fn, x, y, loss, dtype)
     finding = _bad_before(step, x, y) or _search(step, dtype)
     return None if finding is None else report_of(finding)
@@ -468,6 +482,7 @@ def _explained(runs: _Runs, path: Path) -> Finding:
         },
         rewritten_by=step.rewritten_by,
         is_constant=nodes.is_constant(place),
+        is_logits=read is None and _reaches_softmax(nodes, place),
     )
 
 
@@ -543,6 +558,16 @@ def _variable_read(runs: _Runs, place: Place) -> str | None:
     nodes, names = runs.nodes, runs.step.reads
     handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
     return next((names[handle] for handle in handles if handle in names), None)
+
+
+def _reaches_softmax(nodes: _Nodes, place: Place) -> bool:
+    """Whether a softmax takes an op's result, perhaps scaled or masked."""
+
+    def before(each: Place) -> list[Place]:
+        return [at for at in nodes.sources(each) if at == place or nodes.at[at].op in _TO_SOFTMAX]
+
+    softmaxes = (at for at, node in nodes.at.items() if node.op == "Softmax" and at[0] == place[0])
+    return place in reach(softmaxes, before)
 
 
 def _bad_gradient(runs: _Runs, path: Path) -> str | None:

@@ -178,6 +178,7 @@ class Finding(NonFiniteReport):
     rewritten_by: str = ""  # "rewrite" or "prepare" if that rewrote the step's graph.
     float32_max: float | None = None  # Largest magnitude of the result in float32, if finite.
     is_constant: bool = False  # Whether it is a constant that does not fit its dtype.
+    is_logits: bool = False  # Whether it multiplies computed values for a softmax.
     # Where a value underflowed, and its magnitude in float32 if all of the tensor did.
     vanished_op: str | None = None
     vanished_layer: str | None = None
@@ -248,6 +249,8 @@ _FIXES = {
         "the learning rate or clip gradients."
     ),
 }
+_PRODUCT = "Each result is a sum of products: normalize its inputs, or scale them."
+_LOGITS = "These are attention logits: scale the queries by 1/sqrt(depth) and normalize them."
 # Advice by type of the op that overflowed.
 _LARGE = {
     _SUMS: " Add up in float32: each result is the sum{count}.",
@@ -256,7 +259,7 @@ _LARGE = {
         "maximum first, or clip its argument."
     ),
     _SQUARES: " A square exceeds it from {root:.3g} on: compute variances and norms in float32.",
-    _MATMULS: " Of attention logits, scale the queries by 1/sqrt(depth) and normalize them.",
+    _MATMULS: " {product}",
 }
 _IN_FLOAT32 = {
     _LOGS: "Clip its argument away from zero, or take log_softmax or from_logits=True",
@@ -286,6 +289,7 @@ def _fix(finding: Finding) -> str:
         "log": math.log(limits.max),
         "root": math.sqrt(limits.max),
         "count": _count(finding),
+        "product": _LOGITS if finding.is_logits else _PRODUCT,
     }
     if finding.dtype == "float16":
         words["bfloat16"] = " Or use bfloat16, which has float32's range."

@@ -256,12 +256,39 @@ def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None)
     return dataclasses.replace(step, rewritten_by="rewrite" if rewritten else "")
 
 
+def check_arguments(model_or_fn: Any, x: Any, y: Any) -> None:
+    """Raises a TypeError if `x` is left out, an empty tuple, and something needs it."""
+    if not isinstance(x, tuple) or x:
+        return
+    is_model = isinstance(model_or_fn, keras.Layer)
+    needed = ["x"] if is_model or y is not None else _needed_arguments(model_or_fn)
+    if needed:
+        raise TypeError(
+            f"find_nonfinite got no batch x, which is for functions without arguments; {needed[0]} "
+            "is missing here. Give one batch: find_nonfinite(model_or_fn, x, y)."
+        )
+
+
 def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
     """Returns `x` and `y` as arguments; a tuple `x` if the function takes as many."""
     if y is not None or not isinstance(x, tuple):
         return (x,) if y is None else (x, y)
-    parameters = inspect.signature(getattr(function, "python_function", function)).parameters
-    return x if len(x) == len(parameters) > 1 else (x,)
+    return x if not x or len(x) == len(_parameters(function)) > 1 else (x,)
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of a function's arguments without a default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        each.name
+        for each in _parameters(function)
+        if each.kind in positional and each.default is each.empty
+    ]
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    function = getattr(function, "python_function", function)
+    return tuple(inspect.signature(function).parameters.values())
 
 
 # ---- Tracing -------------------------------------------------------------------------------------

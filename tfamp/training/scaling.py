@@ -5,9 +5,7 @@ The owner creates the variables, so that its checkpoints name them.
 
 from __future__ import annotations
 
-import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,11 +16,9 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.errors import TfampWarning
 from tfamp.core.foreign import described
 from tfamp.core.options import LossScale, LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, built_for
-from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 
 
@@ -275,39 +271,6 @@ class _CallsPerGraph(threading.local):
         return _CallsPerGraph()  # A copy has not been called.
 
 
-# ---- A warning where every step is skipped -------------------------------------------------------
-
-# Reading a counter waits for the device, so it is read between steps: every fifty steps of `fit`
-# and of eager loops, and after each epoch. Loops around a `tf.function` can read
-# `consecutive_skipped_steps` or use a `NumericsMonitor`.
-_EVERY, _MANY = 50, 20
-_eager_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def watch(optimizer: Any) -> None:
-    """Makes `fit` check for skipped steps while an optimizer exists."""
-    _fits.acquire()
-    weakref.finalize(optimizer, _fits.release).atexit = False
-
-
-def note_eager_step(optimizer: Any) -> None:
-    """Counts an eager step; checks for skipped steps every fifty."""
-    if tf.executing_eagerly() and not tf.distribute.has_strategy():
-        _eager_steps[optimizer] = steps = _eager_steps.get(optimizer, 0) + 1
-        if steps % _EVERY == 0:
-            _warn_of_skips(optimizer)
-
-
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(model, *args, **kwargs)
-    callbacks = given.arguments.get("callbacks")
-    if _counting(model) and not isinstance(callbacks, keras.callbacks.CallbackList):
-        given.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
-        build_optimizer(model)
-    return original(*given.args, **given.kwargs)
-
-
 def build_optimizer(model: Any) -> None:
     """Creates the optimizer's state: a step that creates variables is traced twice.
 
@@ -317,37 +280,3 @@ def build_optimizer(model: Any) -> None:
     if is_kerass and model.trainable_variables and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
-
-
-def _counting(model: Any) -> list[Any]:
-    """The optimizers among a model's attributes that count skipped steps."""
-    return [each for each in vars(model).values() if hasattr(each, "consecutive_skipped_steps")]
-
-
-_fits = Patch(fit=_fit)
-
-
-class _SkipWatch(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # For callbacks with an on_train_batch_end Keras waits for every step's loss.
-        if batch and batch % _EVERY == 0:
-            self.on_epoch_end(0)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        for optimizer in _counting(self.model):
-            _warn_of_skips(optimizer)
-
-
-def _warn_of_skips(optimizer: Any) -> None:
-    """Warns once if an optimizer has skipped many steps in a row."""
-    if optimizer in _warned or (in_a_row := int(optimizer.consecutive_skipped_steps)) < _MANY:
-        return
-    _warned.add(optimizer)
-    warnings.warn(
-        f"{optimizer.name} has skipped the last {in_a_row} steps, as their gradients were not "
-        f"finite; its loss scale is {float(optimizer.dynamic_scale):g}. The model learns nothing. "
-        "tfamp.diagnostics.find_nonfinite(model, x, y) on one batch finds the op at fault, or the "
-        "inputs that are out of range, and what to change.",
-        TfampWarning,
-        stacklevel=level_of_user(),
-    )

@@ -1,0 +1,159 @@
+"""One warning where every step is skipped, which otherwise only the counters show.
+
+Reading a counter waits for the device, so steps are counted on the host, in eager mode and by calls
+of the `tf.function` that applies gradients, and a counter is read between steps when it can have
+reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads follow after 1,
+2, 4, 8 and 16 calls, as a call may run many steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.core.errors import TfampWarning
+from tfamp.interop.keras_hooks import as_tensor
+from tfamp.interop.patching import Patch, level_of_user
+from tfamp.training.scaling import build_optimizer
+
+_MANY = 20
+
+
+@dataclass
+class _Watch:
+    """The steps counted on the host, the step after which to read, and what was warned of."""
+
+    steps: int = 0
+    due: int = 1
+    warned_of_many: bool = False
+    warned_of_fit: bool = False
+
+
+_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
+# Functions that are called or traced now, in any thread: a strategy traces replicas in threads.
+_running: list[Any] = []
+# By function, the optimizers whose gradients it applies.
+_optimizers_of: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def watch(optimizer: Any) -> None:
+    """Makes `fit` and calls of functions check for skipped steps while an optimizer exists."""
+    _hooks.acquire()
+    weakref.finalize(optimizer, _hooks.release).atexit = False
+
+
+def note_step(optimizer: Any) -> None:
+    """Counts an eager step; while functions are traced, notes that they hold one."""
+    if not tf.executing_eagerly():
+        for function in list(_running):
+            _optimizers_of.setdefault(function, weakref.WeakSet()).add(optimizer)
+    elif not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
+        _count_step(optimizer)
+
+
+def _trace(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a `tf.function` that may trace it."""
+    _running.append(function)
+    try:
+        return original(function, *args, **kwargs)
+    finally:
+        _running.remove(function)
+
+
+def _call(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a `tf.function`: a step of the optimizers in it."""
+    result = _trace(original, function, *args, **kwargs)
+    for optimizer in list(_optimizers_of.get(function, ())):
+        note_step(optimizer)
+    return result
+
+
+def _count_step(optimizer: Any) -> None:
+    watch = _watches.setdefault(optimizer, _Watch())
+    watch.steps += 1
+    if watch.steps >= watch.due and not watch.warned_of_many:
+        left = _MANY - _warn_of_many(optimizer)
+        watch.due = watch.steps + min(watch.steps, left)
+
+
+def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    callbacks = given.arguments.get("callbacks")
+    if _counting(model) and not isinstance(callbacks, keras.callbacks.CallbackList):
+        given.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
+        build_optimizer(model)
+    return original(*given.args, **given.kwargs)
+
+
+def _counting(model: Any) -> list[Any]:
+    """The optimizers among a model's attributes that count skipped steps.
+
+    Other attributes are not touched: reading one of theirs may raise or take long.
+    """
+    kinds = [(type(value), value) for value in vars(model).values()]
+    scaling = keras.optimizers.LossScaleOptimizer
+    return [
+        value
+        for kind, value in kinds
+        if issubclass(kind, scaling) and hasattr(kind, "consecutive_skipped_steps")
+    ]
+
+
+_hooks = Patch(fit=_fit, function_call=_call, function_trace=_trace)
+
+
+class _SkipWatch(keras.callbacks.Callback):
+    """Reads the counters after each epoch, and whether a run has updated anything."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._before = [(each, *_numbers(each)) for each in _counting(self.model)]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for optimizer in _counting(self.model):
+            _warn_of_many(optimizer)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        for optimizer, updates, skipped in self._before:
+            updates_now, skipped_now = _numbers(optimizer)
+            if updates_now == updates and skipped_now > skipped:
+                _warn_of_fit(optimizer, skipped_now - skipped)
+
+
+def _numbers(optimizer: Any) -> tuple[int, int]:
+    """Returns the numbers of updates and of skipped steps."""
+    return int(as_tensor(optimizer.iterations)), int(optimizer.skipped_steps)
+
+
+def _warn_of_many(optimizer: Any) -> int:
+    """Returns the skipped steps in a row; warns once if they are many."""
+    watch = _watches.setdefault(optimizer, _Watch())
+    in_a_row = int(optimizer.consecutive_skipped_steps)
+    if in_a_row >= _MANY and not watch.warned_of_many:
+        watch.warned_of_many = True
+        _warn(optimizer, f"has skipped the last {in_a_row} steps")
+    return in_a_row
+
+
+def _warn_of_fit(optimizer: Any, skipped: int) -> None:
+    """Warns once of a run without an update, unless a warning said so."""
+    watch = _watches.setdefault(optimizer, _Watch())
+    if not (watch.warned_of_many or watch.warned_of_fit):
+        watch.warned_of_fit = True
+        _warn(optimizer, f"has updated nothing in this fit and skipped {skipped} steps")
+
+
+def _warn(optimizer: Any, what: str) -> None:
+    warnings.warn(
+        f"{optimizer.name} {what}, as their gradients were not finite; its loss scale is "
+        f"{float(as_tensor(optimizer.dynamic_scale)):g}. The model learns nothing. "
+        "tfamp.diagnostics.find_nonfinite(model_or_step, x, y) on one batch finds the op at fault, "
+        "or the inputs that are out of range, and what to change.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
