@@ -35,6 +35,23 @@ def test_policy_object_as_the_guide_prints_it():
     assert mixed_precision.global_policy() == policy
 
 
+@pytest.mark.parametrize("name", ["infer_float32_vars", "float16_with_float32_vars", "int32"])
+def test_names_that_keras_2_had_or_has_for_other_dtypes_are_refused(name):
+    with pytest.raises(ValueError, match=f"got {name!r}"):
+        mixed_precision.Policy(name)
+    with pytest.raises(ValueError, match=f"got {name!r}"):
+        mixed_precision.set_global_policy(name)
+    assert mixed_precision.global_policy().name == "float32"
+
+
+def test_the_policy_is_the_one_that_was_set_in_every_graph():
+    policy = mixed_precision.Policy("mixed_bfloat16")
+    mixed_precision.set_global_policy(policy)
+    with tf.Graph().as_default():
+        assert mixed_precision.global_policy() is policy
+    assert tf.function(lambda: mixed_precision.global_policy().compute_dtype)() == b"bfloat16"
+
+
 def test_arguments_as_keras_2_hands_them_on():
     inner = keras.optimizers.SGD()
     given = mixed_precision.LossScaleOptimizer(

@@ -45,6 +45,8 @@ def test_wrapping_another_object_is_an_error(inner):
         ({"loss_scale": "dynamic"}, TypeError, "scale must be a number; got 'dynamic'"),
         ({"loss_scale": 8.0, "initial_scale": 4.0}, ValueError, "give either loss_scale or those"),
         ({"loss_scale": tfamp.FixedLossScale(), "dynamic": False}, ValueError, "give either"),
+        ({"dynamic": False, "hysteresis": 3}, ValueError, "dynamic=False .* got hysteresis=3 too"),
+        ({"dynamic": False, "dynamic_growth_steps": 2}, ValueError, "got growth_steps=2 too"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

@@ -253,7 +253,7 @@ def resolve_loss_scale(
     """Resolves an optimizer's arguments to one rule."""
     checked_flag("dynamic", dynamic)
     if loss_scale is None:
-        return built if dynamic else FixedLossScale(built.initial_scale)
+        return built if dynamic else _without_changes(built)
     if built != DynamicLossScale() or not dynamic:
         raise ValueError(
             "loss_scale replaces dynamic, initial_scale and the arguments after it; give either "
@@ -275,6 +275,22 @@ def loss_scale_of_keras_2(saved: Mapping[str, Any]) -> LossScale:
         backoff_factor=1 / values["multiplier"],
         growth_steps=values["increment_period"],
     )
+
+
+# The bounds are those of a fixed scale too.
+_OF_CHANGES = ("growth_factor", "backoff_factor", "growth_steps", "hysteresis")
+
+
+def _without_changes(built: DynamicLossScale) -> FixedLossScale:
+    """Returns the scale of `dynamic=False`; raises if an argument would have no effect."""
+    given = {name: getattr(built, name) for name in _OF_CHANGES}
+    changes = [f"{n}={v!r}" for n, v in given.items() if v != getattr(DynamicLossScale, n)]
+    if changes:
+        raise ValueError(
+            f"With dynamic=False the scale stays at initial_scale; got {', '.join(changes)} too. "
+            "Leave it out, or leave out dynamic=False for a scale that changes."
+        )
+    return FixedLossScale(built.initial_scale)
 
 
 # ---- The state of a loss scale -------------------------------------------------------------------
