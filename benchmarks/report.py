@@ -7,7 +7,7 @@ from statistics import geometric_mean
 
 from benchmarks import results, tables
 from benchmarks.results import Run, Spread, WorkloadRun
-from benchmarks.systems import BASE, CHOSEN, CONTROL, PEERS, SYSTEMS, TORCH
+from benchmarks.systems import BASE, CHOSEN, CONTROL, MIXED_PRECISION, PEERS, SYSTEMS, TORCH
 from benchmarks.tables import Table
 
 _STEP_HEADERS = (
@@ -72,6 +72,27 @@ def over_peers(run: Run, system: str) -> Table:
     headers = ("workload", "x float32", "best peer", "over it", "quartiles")
     headers += ("PyTorch's best", "over it", "quartiles")
     return Table(f"{SYSTEMS[system].title} over peers, {run.dtype}", headers, tuple(rows))
+
+
+def over_mixed_precision(run: Run, system: str) -> Table:
+    """A system's speed over each other system that computes in the low dtype."""
+    others = [name for name in MIXED_PRECISION if _measured(run, name)]
+    rows, columns = [], {name: list[float]() for name in others}
+    for each in run.workloads:
+        cells = []
+        for name, column in columns.items():
+            if not {name, system} <= each.systems.keys():
+                cells.append("-")
+                continue
+            pair = (each.systems[one].seconds for one in (name, system))
+            column.append(results.ratio(*pair).median)
+            cells.append(f"{column[-1]:.2f}")
+        rows.append((each.workload, *cells))
+    means = (f"{geometric_mean(column):.2f}" for column in columns.values())
+    rows.append(("geometric mean", *means))
+    headers = ("times as fast as", *(SYSTEMS[name].title for name in others))
+    title = f"{SYSTEMS[system].title} over other mixed precision, {run.dtype}"
+    return Table(title, headers, tuple(rows))
 
 
 def first_calls(run: Run) -> Table:
@@ -150,7 +171,10 @@ def all_tables(run: Run) -> list[Table]:
 
 def _summaries(run: Run) -> list[Table]:
     found = [overview(run)]
-    found += [over_peers(run, name) for name in CHOSEN if _measured(run, name)]
+    chosen = [name for name in CHOSEN if _measured(run, name)]
+    found += [over_peers(run, name) for name in chosen]
+    if any(_measured(run, name) for name in MIXED_PRECISION):
+        found += [over_mixed_precision(run, name) for name in chosen]
     found.append(first_calls(run))
     if any(each.systems[BASE].losses for each in run.workloads if BASE in each.systems):
         found.append(losses(run))

@@ -63,6 +63,7 @@ SYSTEMS = {each.name: each for each in _ALL}
 # The ways that the docs recommend, and the systems without tfamp.
 CHOSEN = ("tune", "auto")
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
+MIXED_PRECISION = ("keras_policy", "tensorflow_amp", "torch_autocast")
 TORCH = tuple(name for name in SYSTEMS if SYSTEMS[name].torch)
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
