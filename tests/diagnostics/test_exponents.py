@@ -76,6 +76,17 @@ def test_sparse_gradients_count_with_their_values_and_missing_ones_not_at_all():
     assert counted(tf.zeros((0, 3)))[0] == ExponentHistogram()
 
 
+def test_no_op_is_one_that_gpus_reject_under_determinism():
+    specs = [tf.TensorSpec((8,)), tf.TensorSpec(()), tf.TensorSpec(())]
+    count = tf.function(lambda values, *bounds: count_values([values], *bounds))
+    graph = count.get_concrete_function(*specs).graph.as_graph_def()
+    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+    assert not {node.op for node in nodes} & {"Bincount", "DenseBincount"}
+    sums = {node.attr["T"].type for node in nodes if node.op == "UnsortedSegmentSum"}
+    # Floats would depend on the order of the additions.
+    assert sums == {tf.int32.as_datatype_enum}
+
+
 def test_counts_beyond_what_float32_counts_are_exact():
     number = 2**24 + 1
     assert counted(tf.ones((number,)))[0].counts == {0: number}

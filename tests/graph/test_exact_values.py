@@ -313,3 +313,49 @@ def test_an_epsilon_that_float16_does_not_have_is_not_zero():
     assert dtypes(fast.plan(X), "MatMul") == {"float16"}
     assert dtypes(fast.plan(X), "Log", "RealDiv", "Maximum") == {"float32"}
     assert all(np.isfinite(found).all() for found in fast(X))
+
+
+# The first with a condition number of 100.
+COLUMNS = np.linalg.qr(RANDOM.normal(size=(16, 4)))[0] * np.logspace(0, -2, 4)
+V, U = (tf.Variable(x, dtype=tf.float32) for x in (COLUMNS, RANDOM.normal(size=(4, 4))))
+
+
+def squared(x):
+    return tf.matmul(x, x, transpose_a=True)
+
+
+DECOMPOSED = {
+    "Qr": lambda x: tf.linalg.qr(x @ V)[0],
+    "Svd": lambda x: tf.linalg.svd(x @ V, compute_uv=False),
+    "Cholesky": lambda x: tf.linalg.lstsq(tf.transpose(tf.transpose(x @ V)), x[:, :1]),
+    "MatrixSolveLs": lambda x: tf.linalg.lstsq(x @ V, x[:, :1], fast=False),
+    "MatrixInverse": lambda x: tf.linalg.inv(squared(x @ V)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", DECOMPOSED)
+def test_a_matrix_that_is_decomposed_is_float32_from_the_last_product_on(op, dtype):
+    def function(x):
+        return DECOMPOSED[op](x), tf.tanh(x @ V @ U) @ U
+
+    plan = plan_of(function, X, dtype=dtype)
+    assert op in {node.op for node in plan.nodes}
+    assert dtypes(plan, "MatMul", "BatchMatMulV2") == {dtype, "float32"}
+    found = tfamp.rewrite(function, dtype=dtype, placement="lists")(X)
+    for one, other, tolerance in zip(found, function(X), (1e-3, 5e-2), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+
+
+def test_the_gradient_of_a_least_squares_solution_is_finite():
+    # Of 5000 matrices some have a condition number that makes a low product indefinite.
+    matrices = tf.constant(np.random.default_rng(0).normal(size=(5000, 8, 4)), tf.float32)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.linalg.lstsq(x @ U, x[..., :1])))
+        return loss, tape.gradient(loss, U)
+
+    found = tfamp.rewrite(step, dtype="bfloat16", placement="lists")(matrices)
+    for one, other in zip(found, step(matrices), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * np.abs(other).max())

@@ -1,6 +1,6 @@
 """Selects slots that stay float32 for the values they hold, whatever their ops; framework-free.
 
-Four rules, all by structure and none by names:
+Five rules, all by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
   returned, is computed in float32 from the last product on: a loss has float32's digits, and
@@ -10,6 +10,8 @@ Four rules, all by structure and none by names:
 - **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
   positions, does not become infinite, and 1e-12 not zero: arithmetic with it stays float32 up to
   the next softmax or product.
+- **Decompositions.** A matrix that a Qr or Cholesky op takes is float32 from the last product on,
+  that product included: these ops multiply rounding errors by a condition number.
 - **Normalizations.** See the second half.
 
 A product is an op of the allow list. The selected slots stay as they are and the passes work around
@@ -26,7 +28,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
-from tfamp.planning.op_sets import STORED
+from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -45,6 +47,9 @@ _Ordered: TypeAlias = dict[int, None]
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
 _GIVEN = Reason("data", "it computes with given data, which only products round")
+_DECOMPOSED = Reason(
+    "decomposition", "a decomposition or solver would multiply its rounding errors"
+)
 
 # Ops whose results are data from outside of the graph.
 _SOURCES = op_types("""
@@ -163,6 +168,7 @@ def exact_slots(
         **values.masked(dtype),
         **dict.fromkeys(values.computing_with(data), _GIVEN),
         **values.before_results(ends, data),
+        **dict.fromkeys(values.before_decompositions(), _DECOMPOSED),
     }
 
 
@@ -275,6 +281,20 @@ class _Values:
         mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
         masked = reach(mixing, along(leading.__contains__, self._targets))
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
+
+    def before_decompositions(self) -> Iterable[int]:
+        """Slots from the last products before decompositions on, these products included.
+
+        The product of a matrix with itself has its condition number squared, and is not the last.
+        """
+
+        def leading(slot: int) -> Iterable[int]:
+            squares = self._colors[slot] == "allow" and len(self._sources[slot]) == 1
+            return self._sources[slot] if squares or not self._multiplies[slot] else ()
+
+        roots = (slot for slot in self._order if self._ops[slot] in DECOMPOSITIONS)
+        before = reach(roots, leading)
+        return [s for s in before if self._colors[s] == "allow" or self._may_stay(s)]
 
     def before_results(self, ends: Ends, data: Collection[int]) -> dict[int, Reason]:
         """Slots behind the last product before a result, and products compared with data.

@@ -100,6 +100,14 @@ FLOAT32_KERNELS = op_types("""
     TridiagonalMatMul TridiagonalSolve Zeta
 """)
 
+# Decompositions and solvers: they multiply the rounding errors of their inputs by the condition
+# number of a matrix, and a matrix that is not positive definite any more is an error.
+DECOMPOSITIONS = op_types("""
+    BandedTriangularSolve Cholesky CholeskyGrad Eig LogMatrixDeterminant Lu MatrixDeterminant
+    MatrixExponential MatrixInverse MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot
+    MatrixTriangularSolve Qr SelfAdjointEigV2 Svd TridiagonalSolve
+""")
+
 # Common ops that compute, join or compare several tensors of one dtype. Autocast promotes the
 # inputs of other such ops too, as TensorFlow would refuse them.
 JOINING = op_types("""
