@@ -182,7 +182,7 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
     model.compile(made, "mse")
     x, y = poisoned(9, 1), data(9)[1]
-    with pytest.raises(tfamp.SkippedStepsError) as error:
+    with pytest.raises(tfamp.SkippedStepsError, match="3 steps in a row") as error:
         model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, count])
     assert len(seen) == 3
     for words in ("3 steps in a row", variable, "find_nonfinite"):
@@ -209,7 +209,7 @@ def test_the_first_bad_variable_is_named_and_not_the_good_ones():
     variables = [keras.Variable(0.0, name=name) for name in ("good", "bad", "worse", "fine")]
     gradients = [tf.constant(value) for value in (1.0, np.inf, np.nan, 2.0)]
     made = optimizer()
-    with pytest.raises(tfamp.SkippedStepsError) as error:
+    with pytest.raises(tfamp.SkippedStepsError, match="bad variable was bad") as error:
         for _ in range(2):
             made.scale_loss(1.0)
             monitor.record(gradients, variables, optimizer=made)

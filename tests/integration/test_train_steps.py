@@ -48,6 +48,22 @@ class OneOptimizer(keras.Model):
         return {"loss": loss}
 
 
+class Averaged(OneOptimizer):
+    """One that keeps a moving average of its weights in a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = keras.models.clone_model(self.net)
+        self.average.set_weights(self.net.get_weights())
+        self.average.trainable = False
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for mean, weight in zip(self.average.variables, self.net.variables, strict=True):
+            mean.assign(0.9 * mean + 0.1 * weight)
+        return logs
+
+
 class Penalized(OneOptimizer):
     """One with a penalty on the gradient of its loss by the images."""
 
@@ -125,7 +141,7 @@ def exact(program):
     return trained(program, "float32", None)[1]
 
 
-@pytest.mark.parametrize("program", first_of([GAN, Penalized]))
+@pytest.mark.parametrize("program", first_of([GAN, Penalized, OneOptimizer, Averaged]))
 @pytest.mark.parametrize("way", tiers(["O1"], ["rewrite"], ["policy"]))
 def test_a_step_computes_low_and_learns_what_float32_learns(program, way):
     dtype = "float16" if way == "policy" else "bfloat16"
@@ -135,3 +151,6 @@ def test_a_step_computes_low_and_learns_what_float32_learns(program, way):
     for name, loss in losses.items():
         np.testing.assert_allclose(loss, exact(program)[name], rtol=0.05)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    if program is Averaged:
+        pairs = zip(model.average.get_weights(), model.net.get_weights(), strict=True)
+        assert 0 < max(np.max(np.abs(mean - weight)) for mean, weight in pairs) < 0.1

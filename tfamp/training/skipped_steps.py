@@ -145,7 +145,8 @@ def _warn_of_fit(optimizer: Any, skipped: int) -> None:
     watch = _watches.setdefault(optimizer, _Watch())
     if not (watch.warned_of_many or watch.warned_of_fit):
         watch.warned_of_fit = True
-        _warn(optimizer, f"has updated nothing in this fit and skipped {skipped} steps")
+        steps = "1 step" if skipped == 1 else f"{skipped} steps"
+        _warn(optimizer, f"has updated nothing in this fit and skipped {steps}")
 
 
 def _warn(optimizer: Any, what: str) -> None:
