@@ -108,6 +108,14 @@ def test_private_seed_generators_and_own_metrics():
     assert (keras_hooks.seed_generators(model), keras_hooks.own_metrics(model)) == ((), ())
 
 
+def test_private_replacement_of_a_generator():
+    layer, other = keras.layers.Dropout(0.5), keras.random.SeedGenerator(1)
+    layer.build((1, 2))
+    keras_hooks.replace_generator(layer, layer.seed_generator, other)
+    assert layer.seed_generator is other
+    assert [each.path for each in layer.variables] == [other.state.path]
+
+
 def test_private_paths():
     model, other = (keras.Sequential([keras.layers.Dense(1)], name=name) for name in "ab")
     model.build((None, 2))

@@ -103,6 +103,37 @@ def test_random_layers_of_a_copy_continue_the_sequence(kind, arguments):
         np.testing.assert_array_equal(drawn(copy, x), expected)
 
 
+class Given(layers.Layer):
+    """A user's layer that draws from a given generator."""
+
+    def __init__(self, generator, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = generator
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.generator, dtype=x.dtype)
+
+    def get_config(self):
+        generator = keras.saving.serialize_keras_object(self.generator)
+        return {**super().get_config(), "generator": generator}
+
+    @classmethod
+    def from_config(cls, config):
+        config["generator"] = keras.saving.deserialize_keras_object(config["generator"])
+        return cls(**config)
+
+
+def test_layers_that_share_a_generator_share_one_in_a_copy():
+    generator = keras.random.SeedGenerator(5)
+    noise = [Given(generator), Given(generator)]
+    model = keras.Sequential([keras.Input((8,)), *noise, layers.Dense(4), layers.Dense(2)])
+    made, _ = tfamp.prepare(model, keep_float32=Given, **O3)
+    x = np.zeros((2, 8), "float32")
+    expected, drawn = ([np.asarray(each(x)) for each in m.layers[:2] * 2] for m in (model, made))
+    np.testing.assert_array_equal(drawn, expected)
+    assert len(np.unique(drawn)) == np.size(drawn), "no layer repeats another one's noise"
+
+
 @pytest.mark.parametrize("arguments", [O3, MASTERS])
 def test_copies_draw_by_their_seeds_and_each_layer_its_own(arguments):
     def dropped(of_all, **kwargs):

@@ -167,6 +167,17 @@ def seed_generators(layer: Any) -> tuple[Any, ...]:
     return tuple(keras_symbol(layer, "_seed_generators"))
 
 
+def replace_generator(layer: Any, generator: Any, other: Any) -> None:
+    """Gives a layer another random generator in its attributes. Symbol: `_seed_generators`.
+
+    A layer that is built accepts no new state in a public way.
+    """
+    tracked = keras_symbol(layer, "_seed_generators")
+    for name in [name for name, value in vars(layer).items() if value is generator]:
+        object.__setattr__(layer, name, other)
+        tracked[:] = [other if each is generator else each for each in tracked]
+
+
 def own_metrics(layer: Any) -> tuple[Any, ...]:
     """The metrics in a layer's attributes, without its sublayers'. Symbol: `Layer._metrics`."""
     return tuple(keras_symbol(layer, "_metrics"))

@@ -42,6 +42,7 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
     old, new = model.weights, made.weights
     if _shapes(old) != _shapes(new):
         raise ValueError(_difference(model, made))
+    _share_generators(model, made)
     copied = {id(each) for each in new}
     for layer, counterpart in same_layers(model, made):
         copied |= _copy_own_state(layer, counterpart)
@@ -221,6 +222,20 @@ def _copy_weight(value: Any, before: Any, after: Any) -> None:
     is_low = after.dtype in LOW_PRECISION
     after.regularizer = _in_float32(before.regularizer, is_low, _RegularizerInFloat32)
     after.constraint = _in_float32(before.constraint, is_low, _ConstraintInFloat32)
+
+
+def _share_generators(model: Any, made: Any) -> None:
+    """Makes layers that share a random generator in a model share one in its copy.
+
+    Configurations hold a generator once for each layer.
+    """
+    shared: dict[int, Any] = {}
+    for old, new in same_layers(model, made):
+        generators = (keras_hooks.seed_generators(each) for each in (old, new))
+        for before, after in zip(*generators, strict=False):
+            first = shared.setdefault(id(before), after)
+            if first is not after:
+                keras_hooks.replace_generator(new, after, first)
 
 
 def _copy_own_state(layer: Any, made: Any) -> set[int]:
