@@ -29,7 +29,7 @@ from tfamp.planning.structures import MAIN_GRAPH, node_name
 
 VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
-_FORMAT = 2
+_FORMAT = 3
 _IGNORED = ("shared_name", "seed", "seed2")  # Attributes that the time of an op does not depend on.
 # Keys of a Keras configuration that have names of layers, and classes that run what is not in it.
 _NAMES = {"name", "keras_history", "input_layers", "output_layers"}
