@@ -167,7 +167,7 @@ def _entries():
     import keras
     import tensorflow as tf
 
-    from tfamp.diagnostics import NumericsMonitor, compare
+    from tfamp.diagnostics import NumericsMonitor
 
     other, weight = foreign(*TF_KERAS), tf.Variable([1.0])
     pairs = [(tf.ones(1), weight)]
@@ -191,7 +191,6 @@ def _entries():
         ),
         "set_global_policy": lambda: tfamp.set_global_policy(other),
         "Policy": lambda: tfamp.Policy("mixed_float16", float32_layers=[type(other)]),
-        "compare": lambda: compare(other, tf.ones((1, 2))),
     }
 
 

@@ -208,6 +208,10 @@ def test_wrong_arguments_are_refused(x):
     for wrong in (3, tf.nn.relu):
         with pytest.raises(TypeError, match=f"takes a Keras model.*got {type(wrong).__name__}"):
             compare(wrong, x, dtype="float16")
+    other = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})()
+    message = r"got Sequential\. That is of tf_keras .*: use its counterpart in keras"
+    with pytest.raises(TypeError, match=message):
+        compare(other, x, dtype="float16")
 
 
 def test_text_and_json_tell_the_same(x):

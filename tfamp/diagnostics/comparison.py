@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import tfamp.diagnostics.model_runs as model_runs
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.core.foreign import described
+from tfamp.core.foreign import advice
 from tfamp.core.options import checked_number
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
@@ -211,8 +211,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(
-            f"compare takes a Keras model or layer; got {described(model)} Put the parts of a "
-            "function into keras.layers.Layer subclasses, and these into a model."
+            f"compare takes a Keras model or layer; got {type(model).__name__}.{advice(model)} Put "
+            "the parts of a function into keras.layers.Layer subclasses, and these into a model."
         )
     model_runs.check_batch(x)
     own = model_runs.low_dtype_of(model)
