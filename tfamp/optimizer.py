@@ -15,7 +15,7 @@ from keras import ops
 from tfamp.core import options
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
-from tfamp.interop.keras_saving import RestoresInner, read_by_saving
+from tfamp.interop.keras_saving import RestoresInner, read_by_saving, read_optimizer
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skipped_steps
@@ -27,7 +27,6 @@ _Loss = TypeVar("_Loss")
 # Settings of every Keras optimizer, which a wrapper leaves to the inner one. Keras before 3.12
 # saved them in the configuration of its LossScaleOptimizer, too.
 _OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
-_ONLY_IN_KERAS_2 = {"is_legacy_optimizer", "jit_compile"}
 _INNER_SETTINGS = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
@@ -628,13 +627,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             arguments["inner_optimizer"] = arguments.pop("optimizer")
             arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
         inner = arguments.pop("inner_optimizer", None)
-        if isinstance(inner, Mapping) and "config" in inner:
-            own = {k: v for k, v in inner["config"].items() if k not in _ONLY_IN_KERAS_2}
-            inner = {**inner, "config": own}
-        with keras.saving.custom_object_scope(custom_objects or {}):
-            if isinstance(inner, Mapping) and "module" in inner:
-                inner = keras.saving.deserialize_keras_object(inner)
-            inner = keras.optimizers.get(inner)
+        inner = read_optimizer(inner, custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             saved = kind(**saved)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 # Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
 _LISTS = ("_variables", "_trainable_variables")
 _OF_EVERY_OPTIMIZER = {*_LISTS, "_trainable_variables_indices", "_iterations", "_learning_rate"}
 _INNER = "inner_optimizer"
+# Settings of an optimizer that Keras 3 does not have.
+_ONLY_IN_KERAS_2 = {"is_legacy_optimizer", "jit_compile"}
 # Modules that read all attributes of an object to find what to save.
 _SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 
@@ -18,6 +23,23 @@ _SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 def read_by_saving() -> bool:
     """Whether the property that calls this is read by a walk over all attributes of an object."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(_SAVING)
+
+
+def read_optimizer(saved: Any, custom_objects: Mapping[str, Any] | None) -> Any:
+    """Makes the optimizer of a configuration, which may be of Keras 2, or of a name."""
+    if isinstance(saved, Mapping):
+        saved = dict(saved)
+        if saved.get("module") == "keras.optimizers.legacy":
+            saved["module"] = "keras.optimizers"
+        if "config" in saved:
+            config = saved["config"].items()
+            saved["config"] = {k: v for k, v in config if k not in _ONLY_IN_KERAS_2}
+    # A scope hides those around it, such as load_model's.
+    scope = keras.saving.custom_object_scope
+    with scope(custom_objects) if custom_objects else contextlib.nullcontext():
+        if isinstance(saved, Mapping) and "module" in saved:
+            saved = keras.saving.deserialize_keras_object(saved)
+        return keras.optimizers.get(saved)
 
 
 class RestoresInner:
