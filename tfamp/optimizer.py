@@ -83,7 +83,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
             `weight_rounding` with `master_weights` or another optimizer, or `slots` without
-            `weight_rounding`.
+            `weight_rounding`, or `dynamic=False` with an argument that only a changing scale has.
 
     Example:
         >>> import keras, numpy, tfamp
