@@ -233,6 +233,23 @@ def refused(model, dst, message, error=tfamp.SavedModelError, **options):
     assert (contents(model.parent), sorted(model.parent.rglob("*"))) == before
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+def test_an_equation_that_is_not_text_names_its_node(tmp_path, freeze):
+    module = tf.Module()
+    module.call = tf.function(lambda x: tf.einsum("ij,jk->ik", x, x), [tf.TensorSpec((2, 2))])
+    tf.saved_model.save(module, tmp_path / "model", signatures=module.call)
+    path = tmp_path / "model" / "saved_model.pb"
+    message = tf_private.saved_model_message()
+    message.ParseFromString(path.read_bytes())
+    functions = message.meta_graphs[0].graph_def.library.function
+    for node in (each for function in functions for each in function.node_def):
+        if node.op == "Einsum":
+            node.attr["equation"].s = b"\xff\xfe"
+    path.write_bytes(message.SerializeToString())
+    error = r"Node '.*einsum/Einsum' \(Einsum\): the attribute equation holds .* not UTF-8 text"
+    refused(tmp_path / "model", tmp_path / "low", error, tfamp.RewriteError, freeze=freeze)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_it_never_writes_onto_its_input(model, overwrite):
     (model.parent / "link").symlink_to(model)
