@@ -175,6 +175,14 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, src, tmp_path):
     assert_computes_in("float16", function)
 
 
+def test_a_pattern_without_effect_is_a_warning(run, src, tmp_path):
+    options = ("--dtype", "bfloat16", "--keep-float32", "^serving_default_x$")
+    code, _, err = run("rewrite", src, tmp_path / "low", *options)
+    assert code == 0
+    message = "tfamp: warning: keep_float32: '^serving_default_x$' has no effect"
+    assert one_line(err).startswith(message)
+
+
 def test_a_termination_is_one_line_and_leaves_nothing(run, src, tmp_path, monkeypatch):
     copy = shutil.copytree
 

@@ -164,6 +164,29 @@ def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):
         inspect_saved_model(source("module"), dtype="bfloat16", keep_float32=["nonsense"])
 
 
+def test_patterns_reach_branches_by_the_names_of_their_callers(tmp_path):
+    weight = tf.Variable(tf.eye(4))
+
+    @tf.function(experimental_attributes={"_noinline": True})
+    def gate(x):
+        return tf.cond(x[0, 0] > 0.0, lambda: x @ weight, lambda: weight @ x)
+
+    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
+    def call(x):
+        with tf.name_scope("gate"):
+            x = gate(x)
+        return x @ weight
+
+    module = tf.Module()
+    module.weight, module.call = weight, call
+    tf.saved_model.save(module, tmp_path / "a", signatures=call)
+    plan = inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/"])
+    dtypes = [node.dtype for node in plan.nodes if node.op == "MatMul"]
+    assert sorted(dtypes) == ["bfloat16", "float32", "float32"]
+    with pytest.warns(tfamp.TfampWarning, match="'gate/.*cond.' has no effect.*cond/matmul"):
+        inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/.*cond$"])
+
+
 def test_what_saves_restores_and_initialises_is_left_alone_and_tables_can_be_calibrated(source):
     for name in ("module", "table", "text"):
         data = saved_models.MODELS[name][1]
