@@ -51,6 +51,12 @@ def test_another_dtype_is_an_error_that_says_what_to_do(dtype):
         tfamp.autocast(dtype)
 
 
+def test_the_error_about_a_policy_names_its_dtype():
+    for give in (tfamp.autocast, lambda dtype: tfamp.rewrite(lambda x: x, dtype=dtype)):
+        with pytest.raises(ValueError, match=r"'mixed_float16'\. That is a policy; give 'float16'"):
+            give("mixed_float16")
+
+
 def test_a_disabled_autocast_takes_any_float_dtype(a):
     with tfamp.autocast("float32", enabled=False):
         assert matmul_dtype(a) == "float32"

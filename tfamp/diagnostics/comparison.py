@@ -194,8 +194,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     Args:
         model: A Keras model or layer.
         x: Its input: arrays or tensors in the structure that the model takes.
-        dtype: "float16" or "bfloat16", or the policy of one; None is the model's own low dtype, or
-            what this machine multiplies natively.
+        dtype: "float16" or "bfloat16", or the mixed policy of one; None is the model's own low
+            dtype, or what this machine multiplies natively.
         bound: Largest acceptable relative error of the outputs; None searches no list.
 
     Returns:
@@ -223,7 +223,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
             "the parts of a function into keras.layers.Layer subclasses, and these into a model."
         )
     model_runs.check_batch(x)
-    own = model_runs.low_dtype_of(model)
+    own, name = model_runs.low_dtype_of(model), getattr(dtype, "name", dtype)
+    dtype = name.removeprefix("mixed_") if isinstance(name, str) else dtype
     low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
     if bound is not None:
         checked_number("bound", bound, low=0.0, high=math.inf)
