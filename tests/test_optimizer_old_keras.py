@@ -61,10 +61,16 @@ def test_a_model_of_every_release_goes_on_under_a_level(release):
     assert int(optimizer.iterations) == 6
 
 
-def test_settings_without_effect_are_left_out_and_unknown_or_missing_ones_errors():
+def test_settings_without_effect_are_left_out_and_named_in_a_warning():
     _, config = written("3.3")
-    ours = tfamp.LossScaleOptimizer.from_config(config | {"clipnorm": 5.0, "use_ema": True})
+    with pytest.warns(tfamp.TfampWarning, match="has clipnorm=5.0, use_ema=True, which") as record:
+        ours = tfamp.LossScaleOptimizer.from_config(config | {"clipnorm": 5.0, "use_ema": True})
+    assert [each.filename for each in record] == [__file__]
     assert ours.get_config() == tfamp.LossScaleOptimizer.from_config(config).get_config()
+
+
+def test_unknown_settings_and_a_missing_inner_optimizer_are_errors():
+    _, config = written("3.3")
     with pytest.raises(TypeError, match="nonsense"):
         tfamp.LossScaleOptimizer.from_config(config | {"nonsense": 1})
     config.pop("inner_optimizer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,14 +19,11 @@ from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skipped_steps
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
+from tfamp.training.keras_configs import INNER_SETTINGS, arguments_of
 from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
-# Settings of every Keras optimizer, which a wrapper leaves to the inner one. Keras before 3.12
-# saved them in the configuration of its LossScaleOptimizer, too.
-_OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
-_INNER_SETTINGS = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -615,6 +611,10 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         Raises:
             TypeError: It has no inner optimizer.
 
+        Warns:
+            TfampWarning: It has a setting of an optimizer, such as `clipnorm`, that Keras's wrapper
+                does not apply either.
+
         Example:
             >>> import keras, tfamp
             >>> theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
@@ -622,10 +622,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = {name: v for name, v in config.items() if name not in _INNER_SETTINGS}
-        if "optimizer" in arguments:
-            arguments["inner_optimizer"] = arguments.pop("optimizer")
-            arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
+        arguments = arguments_of(config)
         inner = arguments.pop("inner_optimizer", None)
         inner = read_optimizer(inner, custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):
@@ -650,7 +647,7 @@ def _inner_setting(name: str) -> property:
     return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
 
 
-for _name in _INNER_SETTINGS - {"learning_rate"}:
+for _name in INNER_SETTINGS.keys() - {"learning_rate"}:
     setattr(LossScaleOptimizer, _name, _inner_setting(_name))
 
 

@@ -1,7 +1,10 @@
 """Files and directories are replaced as a whole or not at all."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -45,3 +48,34 @@ def test_a_directory_takes_the_place_of_another_or_that_is_back(tmp_path, monkey
             (work / "file").write_text("new")
     assert content(dst) == {"file": "two"}
     assert list(tmp_path.rglob("*")) == [dst.parent, dst, dst / "file"]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tfamp.machine.file_replacing import new_directory
+
+rename = Path.rename
+def rename_and_die(path, target):
+    rename(path, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = rename_and_die
+with new_directory(Path(sys.argv[1])) as work:
+    (work / "file").write_text("new")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs Unix")
+def test_killed_between_the_renames_both_directories_are_complete(tmp_path):
+    dst = tmp_path / "dst"
+    with new_directory(dst) as work:
+        (work / "file").write_text("old")
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(dst)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not dst.exists()
+    (old,), (new,) = (list(tmp_path.glob(f".dst-*{end}")) for end in (".old", ".tmp"))
+    assert (content(old), content(new)) == ({"file": "old"}, {"file": "new"})
+    old.rename(dst)  # As docs/guides/distributed.md says.
+    with new_directory(dst) as work:
+        (work / "file").write_text("again")
+    assert content(dst) == {"file": "again"}

@@ -276,6 +276,16 @@ def test_the_fastest_within_the_bound_is_chosen_and_the_report_says_why(layer, c
     assert "low precision does not pay here: lists is 4.00 times as fast, but" in exact.to_text()
 
 
+def test_a_terminal_shows_progress(layer, x, timed, monkeypatch, capsys):
+    tfamp.tune(layer, x, **QUICK)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    report = tfamp.tune(layer, x, **QUICK)
+    # The first call of each graph, and one round; how many graphs differ is not known before.
+    runs = 2 * sum(not row.same_as for row in report.rows)
+    assert f"\r      {runs}/" in capsys.readouterr().out
+
+
 def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
     timed["lists"] = 2.5
     report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists", "lists"], rounds=1)

@@ -148,6 +148,28 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     assert one_pass_updates(stepper(optimizer, weights, 1.0)) == len(SHAPES)
 
 
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_grad_scaler_steps_in_one_pass_too(traced):
+    ours, theirs = variables(), variables()
+    inner, bare = keras.optimizers.AdamW(0.05), keras.optimizers.AdamW(0.05)
+    inner.build(ours)
+    bare.build(theirs)
+    scaler = tfamp.GradScaler(init_scale=2.0**10)
+
+    def step(*grads):
+        scaler.step(inner, zip([g * 2.0**10 for g in grads], ours, strict=True))
+        scaler.update()
+
+    if traced:
+        step = tf.function(step)
+        assert one_pass_updates(step) == len(SHAPES)
+    for number in range(3):
+        step(*gradients(number))
+        bare.apply(gradients(number), theirs)
+    for actual, expected in zip([*ours, *inner.variables], [*theirs, *bare.variables], strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-6, atol=2e-7)
+
+
 bit_for_bit = pytest.mark.skipif(
     platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
     reason="compilers for other processors contract a * b + c into one rounding",
