@@ -175,6 +175,14 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, src, tmp_path):
     assert_computes_in("float16", function)
 
 
+def test_a_pattern_without_effect_is_a_warning(run, src, tmp_path):
+    options = ("--dtype", "bfloat16", "--keep-float32", "^serving_default_x$")
+    code, _, err = run("rewrite", src, tmp_path / "low", *options)
+    assert code == 0
+    message = "tfamp: warning: keep_float32: '^serving_default_x$' has no effect"
+    assert one_line(err).startswith(message)
+
+
 def test_a_termination_is_one_line_and_leaves_nothing(run, src, tmp_path, monkeypatch):
     copy = shutil.copytree
 
@@ -211,3 +219,16 @@ def test_calibration_data_is_taken_by_name_and_has_to_fit(run, tmp_path, freeze)
     served = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
     assert "float16" in op_dtypes(served)["MatMul"]
     assert np.isfinite(served(x=tf.fill((2, 4), 3.0))["y"]).all()
+
+
+def test_calibration_data_with_nan_is_named(run, tmp_path):
+    src, data = saved_models.overflowing(tmp_path / "src"), tmp_path / "data.npz"
+    np.savez(data, x=np.full((2, 4), np.nan, np.float32))
+    options = ["--dtype", "float16", "--calibrate", data]
+    code, _, err = run("rewrite", src, tmp_path / "low", *options)
+    assert code == 0
+    nan, nothing = err.splitlines()
+    message = "Calibration batch 0: the input serving_default_x:0 holds NaN"
+    assert nan.startswith(f"tfamp: warning: {message}")
+    assert "no op that can be converted to float16 with this calibration data" in nothing
+    assert "is not finite in float32 already" in nothing

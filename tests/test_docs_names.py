@@ -62,9 +62,10 @@ THEIRS = {
     """,
     "migrating/from_paddle.md": """
         AmpScaler amp amp_guard auto_cast clear_grad custom_black_list custom_white_list
-        decr_every_n_nan_or_inf decr_ratio dygraph enable excluded_layers fluid get_incr_ratio
-        incr_every_n_steps incr_ratio init_loss_scaling is_enable layer_norm master_weight paddle
-        save_dtype set_incr_ratio unscale_ use_dynamic_loss_scaling use_promote
+        decr_every_n_nan_or_inf decr_ratio dygraph enable excluded_layers fluid get_decr_ratio
+        get_incr_every_n_steps get_incr_ratio get_init_loss_scaling incr_every_n_steps incr_ratio
+        init_loss_scaling is_enable layer_norm master_weight paddle save_dtype
+        set_init_loss_scaling unscale_ use_dynamic_loss_scaling use_promote
     """,
     "migrating/from_pytorch.md": """
         DistributedDataParallel amp cache_enabled clear_autocast_cache custom_bwd custom_fwd no_sync

@@ -188,6 +188,15 @@ class TestChoices:
             assert dtypes("Exp", force_low=["^rounds/"]) == {"bfloat16": 1, "float32": 2}
             kept_and_forced = {"keep_float32": ["gate/.*cond/Exp"], "force_low": ["Exp"]}
             assert dtypes("Exp", **kept_and_forced) == {"bfloat16": 2, "float32": 1}
+        for choices, message in (
+            # The conditional itself is float32 in any case: its branches have longer names.
+            ({"keep_float32": ["gate/.*cond$"]}, r"gate/.*cond.* has no effect: .*cond/matmul"),
+            ({"keep_float32": ["^gate/", "Exp"]}, "keep_float32: 'Exp' has no effect: without it"),
+            ({"force_low": ["Variable"]}, "force_low: 'Variable' has no effect.*a resource"),
+        ):
+            with pytest.warns(tfamp.TfampWarning, match=message) as warned:
+                dtypes("MatMul", **choices)
+            assert len(warned) == 1
 
     def test_lists_can_be_given(self, weights, x):
         lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])

@@ -271,3 +271,25 @@ def test_sums_of_tensors_of_several_devices_are_float32_as_all_reduces_are():
     sums = [node for node in function.plan(X).nodes if node.op == "AddN"]
     assert [node.dtype for node in sums] == ["float32", "bfloat16"]
     assert "adds tensors of several devices" in sums[0].reason
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+def test_the_elements_of_a_list_that_is_a_result_are_float32(dtype, placement):
+    def collected(x):
+        def body(i, values):
+            return i + 1, values.write(i, x @ tf.transpose(x) + tf.cast(i, tf.float32))
+
+        values = tf.while_loop(lambda i, _: i < 2, body, [0, tf.TensorArray(tf.float32, 2)])[1]
+        return values.write(1, x @ tf.transpose(x))
+
+    fast = tfamp.rewrite(collected, dtype=dtype, placement=placement, force_low=["matmul"])
+    expected = tf.function(collected)(X)
+    stacked = [
+        tf.raw_ops.TensorListStack(
+            input_handle=handle, element_shape=(3, 3), element_dtype=tf.float32
+        )
+        for handle in (fast(X), expected)
+    ]
+    assert_close(*stacked, dtype, depth=4)
+    assert dtype in op_dtypes(fast.concrete(X))["MatMul"]

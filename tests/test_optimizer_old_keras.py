@@ -129,9 +129,11 @@ def test_the_configuration_of_tensorflow_2_3_is_taken(saved, rule):
     assert (made.rule, made.name, float(made.learning_rate)) == (rule, "old", 0.5)
 
 
-def test_the_configuration_of_tf_keras_is_taken():
+@pytest.mark.parametrize("legacy", [False, True])
+def test_the_configuration_of_tf_keras_is_taken(legacy):
     tf_keras = pytest.importorskip("tf_keras")
-    inner = tf_keras.optimizers.SGD(0.5, momentum=0.25)
+    kinds = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+    inner = kinds.SGD(0.5, momentum=0.25)
     theirs = tf_keras.mixed_precision.LossScaleOptimizer(
         inner, initial_scale=64.0, dynamic_growth_steps=3
     )

@@ -216,6 +216,13 @@ def test_in_float16_one_warning_says_what_is_lost_and_how_to_scale(traced):
     assert len(warnings_of(lambda: apply_twice(weight, own, traced))) == 1
 
 
+def test_layers_in_float16_are_seen_in_a_graph_after_the_scope_of_their_policy():
+    for policy, count in (("mixed_float16", 1), ("mixed_bfloat16", 0)):
+        with tfamp.policy_scope(policy):
+            model = plain_model(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+        assert len(warnings_of(lambda model=model: train(model, "function"))) == count
+
+
 @pytest.mark.parametrize("given", ["bare", "wrapped"])
 @pytest.mark.parametrize(("dtype", "count"), [("float16", 1), ("bfloat16", 0)])
 def test_a_level_in_float16_is_warned_of_too(given, dtype, count):

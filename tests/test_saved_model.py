@@ -164,6 +164,29 @@ def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):
         inspect_saved_model(source("module"), dtype="bfloat16", keep_float32=["nonsense"])
 
 
+def test_patterns_reach_branches_by_the_names_of_their_callers(tmp_path):
+    weight = tf.Variable(tf.eye(4))
+
+    @tf.function(experimental_attributes={"_noinline": True})
+    def gate(x):
+        return tf.cond(x[0, 0] > 0.0, lambda: x @ weight, lambda: weight @ x)
+
+    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
+    def call(x):
+        with tf.name_scope("gate"):
+            x = gate(x)
+        return x @ weight
+
+    module = tf.Module()
+    module.weight, module.call = weight, call
+    tf.saved_model.save(module, tmp_path / "a", signatures=call)
+    plan = inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/"])
+    dtypes = [node.dtype for node in plan.nodes if node.op == "MatMul"]
+    assert sorted(dtypes) == ["bfloat16", "float32", "float32"]
+    with pytest.warns(tfamp.TfampWarning, match="'gate/.*cond.' has no effect.*cond/matmul"):
+        inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/.*cond$"])
+
+
 def test_what_saves_restores_and_initialises_is_left_alone_and_tables_can_be_calibrated(source):
     for name in ("module", "table", "text"):
         data = saved_models.MODELS[name][1]
@@ -231,6 +254,23 @@ def refused(model, dst, message, error=tfamp.SavedModelError, **options):
     with pytest.raises(error, match=message):
         tfamp.rewrite_saved_model(model, dst, dtype="bfloat16", **options)
     assert (contents(model.parent), sorted(model.parent.rglob("*"))) == before
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_an_equation_that_is_not_text_names_its_node(tmp_path, freeze):
+    module = tf.Module()
+    module.call = tf.function(lambda x: tf.einsum("ij,jk->ik", x, x), [tf.TensorSpec((2, 2))])
+    tf.saved_model.save(module, tmp_path / "model", signatures=module.call)
+    path = tmp_path / "model" / "saved_model.pb"
+    message = tf_private.saved_model_message()
+    message.ParseFromString(path.read_bytes())
+    functions = message.meta_graphs[0].graph_def.library.function
+    for node in (each for function in functions for each in function.node_def):
+        if node.op == "Einsum":
+            node.attr["equation"].s = b"\xff\xfe"
+    path.write_bytes(message.SerializeToString())
+    error = r"Node '.*einsum/Einsum' \(Einsum\): the attribute equation holds .* not UTF-8 text"
+    refused(tmp_path / "model", tmp_path / "low", error, tfamp.RewriteError, freeze=freeze)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

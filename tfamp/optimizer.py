@@ -14,12 +14,17 @@ from keras import ops
 from tfamp.core import options
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
-from tfamp.interop.keras_saving import RestoresInner, read_by_saving
+from tfamp.interop.keras_saving import (
+    INNER_SETTINGS,
+    RestoresInner,
+    own_settings,
+    read_by_saving,
+    read_optimizer,
+)
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skipped_steps
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
-from tfamp.training.keras_configs import INNER_SETTINGS, arguments_of
 from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
@@ -79,7 +84,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
             `weight_rounding` with `master_weights` or another optimizer, or `slots` without
-            `weight_rounding`.
+            `weight_rounding`, or `dynamic=False` with an argument that only a changing scale has.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -622,12 +627,12 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = arguments_of(config)
+        arguments = own_settings(config)
+        if "optimizer" in arguments:
+            arguments["inner_optimizer"] = arguments.pop("optimizer")
+            arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
         inner = arguments.pop("inner_optimizer", None)
-        with keras.saving.custom_object_scope(custom_objects or {}):
-            if isinstance(inner, Mapping) and "module" in inner:
-                inner = keras.saving.deserialize_keras_object(inner)
-            inner = keras.optimizers.get(inner)
+        inner = read_optimizer(inner, custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             saved = kind(**saved)

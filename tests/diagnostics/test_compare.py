@@ -192,11 +192,26 @@ def test_a_mixed_model_is_compared_as_it_is_in_the_order_of_the_run(dtype, x):
     assert model.layers[0].compute_dtype == dtype
 
 
-def test_no_list_is_enough_for_a_random_model(x):
+def test_no_list_is_enough_for_a_random_model_and_the_text_names_its_noise(x):
     noisy = L.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype), name="noisy")
     found = compare(sequential([noisy]), x, dtype="bfloat16", bound=1e-9)
     assert (found.keep_float32, found.proved_error) == (None, None)
     assert "no list of layers in float32 brings it under 1e-09" in found.to_text()
+    assert found.noise > 0.01
+    assert "differ by" in found.to_text()
+    assert "the model is random" in found.to_text()
+    assert json.loads(found.to_json())["noise"] == found.noise
+    same = compare(sequential([L.Dropout(0.5)]), x, dtype="bfloat16")
+    assert same.noise == 0
+    assert "random" not in same.to_text()
+
+
+def test_the_policy_of_a_low_dtype_means_the_dtype(x):
+    model = sequential([])
+    expected = compare(model, x, dtype="bfloat16").output_error
+    for given_dtype in ("mixed_bfloat16", keras.DTypePolicy("mixed_bfloat16"), tf.bfloat16):
+        found = compare(model, tf.constant(x), dtype=given_dtype)
+        assert (found.dtype, found.output_error) == ("bfloat16", expected)
 
 
 def test_wrong_arguments_are_refused(x):

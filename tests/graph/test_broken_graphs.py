@@ -86,6 +86,36 @@ def test_a_function_that_uses_what_no_node_gives(tensor):
     refused(graph, r"its input 'c/.*' is not (the|an) output")
 
 
+def test_a_call_that_is_its_own_argument():
+    graph = chain(1)
+    graph.library.function[0].ret["y"] = "x"
+    graph.node[1].input[0] = "c"
+    refused(graph, "'c.*' is computed from nothing but itself")
+
+
+def test_functions_that_call_each_other_too_deep():
+    refused(chain(2000), "call each other hundreds deep")
+
+
+@pytest.mark.parametrize("attr", ["equation", "_class", "_gradient_op_type"])
+def test_an_attribute_that_is_not_text_names_its_node(attr):
+    graph = chain(1)
+    inside = graph.library.function[0].node_def[0]
+    if attr == "equation":
+        inside.op, inside.attr["N"].i = "Einsum", 1
+        graph.library.function[0].ret["y"] = "n0:output:0"
+    if attr == "_class":
+        inside.attr[attr].list.s.append(b"loc:@\xff")
+    else:
+        inside.attr[attr].s = b"ij\xff->i"
+    if attr == "_gradient_op_type":
+        # Read where a function with a custom gradient is inlined into another one's copy.
+        inside.attr["_tfamp_inlined_into"].s = b"\xff"
+        attr = "_tfamp_inlined_into"
+    message = rf"Node '(c/)?n0' \(\w+\): the attribute {attr} holds b'.*\\xff.*not UTF-8 text"
+    refused(graph, message)
+
+
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_functions_that_double_at_every_level_stay_small(monkeypatch):
     monkeypatch.setattr(functions, "MOST_NEW_NODES", 100)

@@ -1,6 +1,7 @@
 """Measuring a graph on data, and what a rewrite makes of it."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -164,9 +165,14 @@ def test_negative_values_count_by_magnitude_and_empty_tensors_not_at_all():
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_data_that_is_not_finite_keeps_what_it_reaches(value):
+def test_data_that_is_not_finite_keeps_what_it_reaches_and_the_first_nan_is_named(value):
     function = traced(lambda x: -(x @ filled(1, 4, 4)) @ filled(1, 4, 4), (2, 4))
-    ranges = measured(function, (filled(1, 2, 4),), (filled(value, 2, 4),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", tfamp.TfampWarning)
+        bad = filled(value, 2, 4)
+        ranges = measured(function, (filled(1, 2, 4),), (bad,), (bad,))
+    assert len(caught) == np.isnan(value)  # An infinity may be a mask: the reason names it.
+    assert all("batch 1: the input x:0 holds NaN" in str(each.message) for each in caught)
     reasons = {n.op: n.reason for n in calibrated_nodes(function, ranges)}
     assert "not finite in float32 already" in reasons["MatMul"].text
     # The finite batch's result is still known where a NaN's says nothing.

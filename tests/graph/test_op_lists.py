@@ -16,6 +16,7 @@ from helpers.cases import one_of_each
 from tfamp.graph import op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.interop import tf_private
+from tfamp.machine import hardware
 from tfamp.planning import op_sets
 
 DTYPES = ("float16", "bfloat16")
@@ -164,7 +165,9 @@ def test_why_pooling_and_scattered_sums_stay_float32_on_a_cpu():
         mean = tf.nn.avg_pool2d(pixels, 32, 32, "VALID")
         upsampled = tf.raw_ops.ResizeNearestNeighborGrad(grads=pixels, size=[1, 1])
         scattered = tf.scatter_nd(tf.zeros((1024, 1), tf.int32), tf.reshape(pixels, [1024]), [1])
-    assert float(mean[0, 0, 0, 0]) > 0.9
+    # oneDNN pools, where the CPU has bfloat16 instructions, and adds up in float32.
+    is_exact = tf_private.uses_onednn() and hardware.detect().cpu_bfloat16
+    assert (float(mean[0, 0, 0, 0]) > 0.9) is not is_exact
     assert max(float(upsampled[0, 0, 0, 0]), float(scattered[0])) < 400 < 0.75 * 1024
 
 

@@ -205,8 +205,8 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     options = RewriteOptions(dtype, lists)
     colors = options.colors
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
-    chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds))[0]
-    regions = find_regions(index, chosen)
+    chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds))
+    regions = find_regions(index, chosen.kept)
     rules = Rules(index, regions, colors, updates="low")
     painting = paint(rules)
     safe = safe_slots(rules, painting)

@@ -130,6 +130,13 @@ def test_what_the_user_forces_is_low():
     assert dtypes["moments/variance"] == "float32"
 
 
+def test_keeping_what_is_float32_anyway_is_a_warning_with_names_that_could_be_low():
+    with pytest.warns(tfamp.TfampWarning, match="'Rsqrt' has no effect: .* are 'matmul', "):
+        plan = plan_of(NORMALIZATIONS["rms"], keep_float32=["Rsqrt"])
+    dtypes = {node.op: node.dtype for node in plan.nodes}
+    assert (dtypes["Rsqrt"], dtypes["MatMul"]) == ("float32", "bfloat16")
+
+
 def test_normalization_in_a_loop_is_found():
     def loop(x):
         return tf.while_loop(

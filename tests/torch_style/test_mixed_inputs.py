@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -268,6 +269,7 @@ FUNCTIONS = {
     "matrix_rank": lambda f, x: tf.linalg.matrix_rank(x),
     "pinv": lambda f, x: tf.linalg.pinv(x + 2 * tf.eye(4, dtype=x.dtype)),
     "pinv of a product": lambda f, x: tf.linalg.pinv(tf.matmul(f, f) + 2 * tf.eye(4)),
+    "lstsq of Keras": lambda f, x: keras.ops.lstsq(x + 2 * tf.eye(4, dtype=x.dtype), f),
     "ragged range": lambda f, x: tf.ragged.range(x[0] * 0 + 3).flat_values,
     # Ragged matmuls; the last two run map_fn.
     "matmul of ragged and dense": lambda f, x: tf.matmul(ragged(x), tf.stack([f, f])).flat_values,

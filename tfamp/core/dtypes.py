@@ -29,7 +29,8 @@ def given_low_dtype(dtype: Any, others: tuple[str, ...] = ()) -> str | None:
     """Returns the low dtype that an argument names; None for None and "auto".
 
     Args:
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto".
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy, or as the mixed
+            policy that computes in it; None or "auto".
         others: Names of other dtypes that are accepted.
 
     Raises:
@@ -37,12 +38,14 @@ def given_low_dtype(dtype: Any, others: tuple[str, ...] = ()) -> str | None:
 
     Example:
         >>> import numpy as np
-        >>> given_low_dtype("bfloat16"), given_low_dtype(np.float16)
+        >>> given_low_dtype("mixed_bfloat16"), given_low_dtype(np.float16)
         ('bfloat16', 'float16')
     """
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     if name is None or name == "auto":
         return None
+    if isinstance(name, str):
+        name = name.removeprefix("mixed_")
     if name not in (accepted := (*LOW_PRECISION, *others)):
         choices = ", ".join((*accepted, "auto"))
         raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.")

@@ -96,6 +96,8 @@ class Comparison:
             that brings the output error under the bound. Empty if it is under the bound already or
             no bound was given; None if no list brings it there.
         proved_error: The output error of a run with these layers in float32; None without a list.
+        noise: Relative error of a second run in float32: 0 unless the model is random. Errors
+            below it mean nothing.
 
     Example:
         >>> rows = [ComparisonRow(n, "Dense", "float16", e, e, 1.0, 0.0, 0.0) for n, e in
@@ -111,6 +113,7 @@ class Comparison:
     bound: float | None = None
     keep_float32: tuple[str, ...] | None = ()
     proved_error: float | None = None
+    noise: float = 0.0
 
     @property
     def worst(self) -> ComparisonRow | None:
@@ -137,6 +140,11 @@ class Comparison:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"
         if not any(row.dtype == self.dtype for row in self.rows):
             yield f"nothing of it computes in {self.dtype}: there was nothing to compare"
+        if self.noise:
+            yield (
+                f"two runs in float32 differ by {_number(self.noise)}: the model is random, and "
+                "smaller errors mean nothing"
+            )
         if self.bound is None:
             return
         bound = _number(self.bound)
@@ -186,8 +194,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     Args:
         model: A Keras model or layer.
         x: Its input: arrays or tensors in the structure that the model takes.
-        dtype: "float16" or "bfloat16"; None is the model's own low dtype, or what this machine
-            multiplies natively.
+        dtype: "float16" or "bfloat16", or the policy of one; None is the model's own low dtype, or
+            what this machine multiplies natively.
         bound: Largest acceptable relative error of the outputs; None searches no list.
 
     Returns:
@@ -229,7 +237,7 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     found: Found = (), None
     if bound is not None:
         found = search_list(subject.suspects(), subject.output_error, bound)
-    return Comparison(model.name, low, rows, error, bound, *found)
+    return Comparison(model.name, low, rows, error, bound, *found, subject.noise)
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -260,6 +268,7 @@ class _Subject:
         self._is_alone = False
         with model_runs.computing_in(model, "float32"):
             self.outputs = self._run(self._compare_alone)
+            self.noise = largest_error(self._run(), self.outputs)
 
     def _compare_alone(self, layer: Any, call: Callable[[], Any]) -> Any:
         """Calls a layer, then once more in the low dtype on the same inputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_number
 from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
+from tfamp.interop.patching import level_of_user
 from tfamp.planning.ranges import Limits, Ranges, TensorRange
 
 
@@ -37,6 +40,8 @@ class Calibration:
             precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16 and
             256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit in
             matmuls and convolutions, whose kernels add up in float32.
+
+    A warning names the first input that holds NaN: what is computed from it stays float32.
 
     Raises:
         TypeError: The data is a single array or dict, or not an iterable; or a limit is not a
@@ -182,9 +187,33 @@ def measure(
     observer = Observer(used, observed_scopes(used), inputs, outputs, _range_after)
     given = list(zip(inputs, input_specs(graph_def, inputs), strict=True))
     given = given[: len(inputs) - len(captures)]
-    return observer.run(
-        [*_tensors(number, batch, given), *captures] for number, batch in enumerate(batches)
-    )
+    return observer.run([*values, *captures] for values in _fitting(batches, given))
+
+
+def _fitting(
+    batches: Iterable[Sequence[Any]], given: Sequence[tuple[str, Any]]
+) -> Iterator[list[Any]]:
+    """The batches as tensors; a warning names the first input with a NaN.
+
+    An infinity may be a mask: only the reasons in the plan name it.
+    """
+    is_finite = True
+    for number, batch in enumerate(batches):
+        values = list(_tensors(number, batch, given))
+        nan = [name for value, (name, _) in zip(values, given, strict=True) if _has_nan(value)]
+        if nan and is_finite:
+            is_finite = False
+            text = (
+                f"Calibration batch {number}: the input {nan[0]} holds NaN. Values computed from "
+                "it cannot be measured and stay float32. Give data without NaN, unless the model "
+                "is made for it."
+            )
+            warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+        yield values
+
+
+def _has_nan(value: Any) -> bool:
+    return value.dtype.is_floating and bool(np.isnan(value.numpy()).any())
 
 
 def _tensors(number: int, batch: Any, given: Sequence[tuple[str, Any]]) -> Iterator[Any]:

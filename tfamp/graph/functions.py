@@ -6,11 +6,13 @@ import contextlib
 import functools
 import gc
 import itertools
+import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
     GraphEditor,
     attribute,
@@ -52,7 +54,18 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return str(attribute(node, attr).s.decode(errors="backslashreplace"))
+    return _decoded(node, attr, attribute(node, attr).s)
+
+
+def _decoded(node: Any, attr: str, text: bytes) -> str:
+    """Text of an attribute of a node; a RewriteError if it is not UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise RewriteError(
+            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {text!r:.200}, which is "
+            "not UTF-8 text: the graph is damaged. Export it again."
+        ) from error
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -208,7 +221,8 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     that the graph would grow by more than 100,000 nodes. The names of the tensors ("c:0") or nodes
     ("c") to keep remain. Functions no longer called are still in the library.
 
-    Raises RewriteError if a call does not fit its function.
+    Raises RewriteError if a call does not fit its function, if it is its own argument, or if
+    functions call each other hundreds deep.
 
     Example:
         >>> import tensorflow as tf
@@ -226,8 +240,15 @@ def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
     """Inlines calls as `inline_calls` does; returns the editor of the graph."""
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
-    for name in graph.library:
-        inliner.expand_function(name)
+    try:
+        for name in graph.library:
+            inliner.expand_function(name)
+    except RecursionError:
+        raise RewriteError(
+            "The functions of the graph call each other hundreds deep, deeper than Python's "
+            f"recursion limit of {sys.getrecursionlimit()} allows. Call fewer functions inside "
+            "functions, or raise the limit with sys.setrecursionlimit."
+        ) from None
     inliner.expand(graph)
     return graph
 
@@ -306,6 +327,11 @@ def _resolve(moved: Mapping[str, str], tensor: str) -> str:
     if tensor not in moved:
         return tensor
     *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
+    if end in moved:
+        raise RewriteError(
+            f"The tensor {tensor!r} is computed from nothing but itself: a call is its own "
+            "argument. The graph is damaged; export it again."
+        )
     return end
 
 
@@ -375,7 +401,7 @@ class _Copy:
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            places = (each.decode(errors="replace") for each in node.attr["_class"].list.s)
+            places = (_decoded(node, "_class", each) for each in node.attr["_class"].list.s)
             names = (each.removeprefix("loc:@") for each in places)
             inner = [name for name in names if name in self._function.by_name]
             copy.attr["_class"].list.s[:] = [f"loc:@{self._prefix}{n}".encode() for n in inner]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
 from tfamp.graph.functions import FRAMES, collector_paused, copied, inlined
@@ -267,6 +267,8 @@ def convert_prepared(
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
         _run(passes, graph, options, decision.plan)
+    for text in decision.idle:
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not decision.plan.summary.low_nodes:
         text = _nothing_converted(decision)
         warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())

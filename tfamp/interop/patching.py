@@ -33,6 +33,8 @@ _KERAS_AND_PUBLIC = (
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
+    # Reads the dtype's eps, which NumPy does not have for bfloat16.
+    ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),

@@ -453,17 +453,18 @@ def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
 
 
 def _why_unsafe(
-    index: GraphIndex, handles: Iterable[int], elements: Iterable[int], fixed: Mapping[int, Reason]
+    index: GraphIndex, handles: Sequence[int], elements: Iterable[int], fixed: Mapping[int, Reason]
 ) -> Reason | None:
     for node in map(index.node_of, handles):
         linked = node.op in LOOPS and not node.calls
         if "TensorList" not in node.op and node.op not in _CARRIERS and not linked:
             return Reason("TensorList", f"its TensorList goes through {node.name} ({node.op})")
-    for slot in elements:
+    # What reads a list that leaves the graph expects float32 elements.
+    for slot in (*handles, *elements):
         node = index.node_of(slot)
         if slot in fixed:
             return Reason("TensorList", f"its TensorList is used by {node.name}, which is fixed")
-        if not index.slots[slot].can_be_low:
+        if index.slots[slot].dtype == FLOAT32 and not index.slots[slot].can_be_low:
             return Reason("TensorList", f"{node.name} ({node.op}) has no kernel for it")
     return None
 

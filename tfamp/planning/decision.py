@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
 from tfamp.planning.exact_values import ends_of, exact_slots, statistics
-from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
+from tfamp.planning.options import (
+    ChosenNodes,
+    GraphUse,
+    RewriteOptions,
+    choose_nodes,
+    nearest_names,
+)
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
@@ -66,10 +72,12 @@ class Decision:
     Attributes:
         scopes: The graph and its functions, with their colours and costs.
         plan: The changes.
+        idle: A text for each pattern of the options that changes no node.
     """
 
     scopes: tuple[PaintedScope, ...]
     plan: RewritePlan
+    idle: tuple[str, ...]
 
 
 def decide(
@@ -89,28 +97,33 @@ def decide(
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    chosen, forced = choose_nodes(indexes, options, use)
+    chosen = choose_nodes(indexes, options, use)
+    forced = chosen.forced
     joined = join(indexes, options.colors, weights)
     found = _float32_nodes(joined, options, use)
-    found = {node: reason for node, reason in found.items() if node not in forced} | chosen
+    found = {node: reason for node, reason in found.items() if node not in forced}
     exact: dict[int, Reason] = {}
     if options.updates != "low":  # With exactly Grappler's lists there are none.
-        fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
+        fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
         loops = [number for number, runs in enumerate(joined.runs) if runs > 1]
         ends = ends_of(joined.scopes, joined.slots, loops, fetched)
         exact = exact_slots(joined.index, options.colors, ends, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
-    regions = find_regions(joined.index, found, {**exact, **joined.kept})
-    rules = Rules(joined.index, regions, options.colors, forced, options.updates)
+
+    def rules_with(kept: Mapping[int, Reason]) -> Rules:
+        regions = find_regions(joined.index, {**found, **kept}, {**exact, **joined.kept})
+        return Rules(joined.index, regions, options.colors, forced, options.updates)
+
+    rules = rules_with(chosen.kept)
     painting = paint(rules)
     costs = [estimate(index, options.machine, options.dtype) for index in indexes]
     if options.placement != "lists":
         safe = safe_slots(rules, painting)
         least_gain = options.machine.least_gain
         joined_costs = joined.join_costs(costs, safe)
-        painting = place(joined.index, regions, painting, safe, joined_costs, least_gain)
-    why_float32 = {**painting.left, **painting.denied, **regions.fixed}
+        painting = place(joined.index, rules.regions, painting, safe, joined_costs, least_gain)
+    why_float32 = {**painting.left, **painting.denied, **rules.regions.fixed}
     scopes = tuple(
         PaintedScope(
             index=index,
@@ -121,14 +134,47 @@ def decide(
         )
         for number, index in enumerate(indexes)
     )
-    plan = make_plan(
+    plan = _plan(scopes, options)
+    able: frozenset[int] = frozenset()
+    if any(each.argument == "keep_float32" for each in chosen.patterns):
+        able = _able_nodes(rules_with(chosen.used))
+    return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, able, plan)))
+
+
+def _plan(scopes: Sequence[PaintedScope], options: RewriteOptions) -> RewritePlan:
+    return make_plan(
         options.dtype,
         nodes=tuple(node for scope in scopes for node in _node_plans(scope, options)),
         casts=tuple(cast for scope in scopes for cast in _casts(scope, options.dtype)),
         retypes=tuple(retype for scope in scopes for retype in _retypes(scope)),
         speed_up=_speed_up(scopes),
     )
-    return Decision(scopes, plan)
+
+
+def _able_nodes(rules: Rules) -> frozenset[int]:
+    """The nodes that could be low."""
+    painting = paint(rules)
+    slots = (*painting.low, *safe_slots(rules, painting))
+    return frozenset(rules.index.slots[slot].node for slot in slots)
+
+
+def _idle_patterns(
+    indexes: Sequence[GraphIndex], chosen: ChosenNodes, able: Set[int], plan: RewritePlan
+) -> Iterator[str]:
+    """A text for each pattern that changes no node, given the nodes that could be low without."""
+    nodes = {(each.scope, each.name): each for each in plan.nodes}
+    places = [(index.scope, node.name) for index in indexes for node in index.nodes]
+    for argument, pattern, found in chosen.patterns:
+        names = ", ".join(repr(places[node][1]) for node in found[:3])
+        known = [nodes[places[node]] for node in found if places[node] in nodes]
+        if argument == "keep_float32" and able.isdisjoint(found):
+            near = nearest_names(pattern, (chosen.names[node] for node in sorted(able)))
+            hint = f" Nodes that can be {plan.dtype} are {near}." if near else ""
+            text = f"{argument}: {pattern!r} has no effect: without it, too, {names} is float32"
+            yield f"{text}.{hint}"
+        elif argument == "force_low" and all(each.dtype == FLOAT32 for each in known):
+            why = known[0].reason.text if known else "it does not hold float32"
+            yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:

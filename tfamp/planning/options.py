@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
@@ -220,29 +220,61 @@ def _check_types(op_lists: Any, profile: Any) -> None:
 MOST_CALLERS = 1000
 
 
+class Pattern(NamedTuple):
+    """A pattern of `keep_float32` or `force_low` that has to change something.
+
+    Attributes:
+        argument: The argument that holds it.
+        text: The regular expression.
+        nodes: Positions of the nodes that it matches.
+    """
+
+    argument: str
+    text: str
+    nodes: Sequence[int]
+
+
+class ChosenNodes(NamedTuple):
+    """The nodes that the options and the use select.
+
+    Positions are consecutive through the graph and then its functions.
+
+    Attributes:
+        used: The fetched and the fed nodes, which stay float32, with the reason.
+        kept: All nodes that stay float32, these included, with the reason.
+        forced: Nodes that are converted whatever their op, unless they are also kept.
+        patterns: The patterns that have to change something.
+        names: For each node its name, alone and after its callers' names, if there are patterns.
+    """
+
+    used: Mapping[int, structures.Reason]
+    kept: Mapping[int, structures.Reason]
+    forced: frozenset[int]
+    patterns: Sequence[Pattern]
+    names: Sequence[Sequence[str]]
+
+
 def choose_nodes(
     indexes: Sequence[structures.GraphIndex], options: RewriteOptions, use: GraphUse
-) -> tuple[dict[int, structures.Reason], frozenset[int]]:
+) -> ChosenNodes:
     """Returns the nodes of a graph and its functions that the options and the use select.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
     function also in that name after the names of its callers, as in "gate/cond/MatMul".
 
-    Returns:
-        The nodes that stay float32, including fetched and fed ones, with the reason; and the nodes
-        that are converted whatever their op, unless they are also kept. Positions are consecutive
-        through the graph and then its functions.
-
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    kept, forced = _used_nodes(indexes[0], use), set[int]()
+    used = _used_nodes(indexes[0], use)
+    kept, forced, needed = dict(used), set[int](), list[Pattern]()
     names = _node_names(indexes) if options.keep_float32 or options.force_low else []
     for argument, patterns in options.patterns.items():
         for pattern in patterns:
             found = [node for node, each in enumerate(names) if any(map(pattern.search, each))]
-            if not found and pattern.pattern not in options.may_miss:
-                raise _no_match(argument, pattern.pattern, names)
+            if pattern.pattern not in options.may_miss:
+                needed.append(Pattern(argument, pattern.pattern, found))
+                if not found:
+                    raise _no_match(argument, pattern.pattern, names)
             if argument == "force_low":
                 forced.update(found)
             for node in found if argument == "keep_float32" else ():
@@ -250,7 +282,8 @@ def choose_nodes(
                 kept.setdefault(node, structures.Reason("keep_float32", text))
     # Casts follow their neighbours.
     nodes = [node for index in indexes for node in index.nodes]
-    return kept, frozenset(node for node in forced if nodes[node].op != "Cast")
+    forced = {node for node in forced if nodes[node].op != "Cast"}
+    return ChosenNodes(used, kept, frozenset(forced), needed, names)
 
 
 def _used_nodes(index: structures.GraphIndex, use: GraphUse) -> dict[int, structures.Reason]:
@@ -293,12 +326,17 @@ def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
 
 
 def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
-    known = dict.fromkeys(each[:2][-1] for each in names if each)
-    near = difflib.get_close_matches(pattern, known, cutoff=0.0) or ["dense/MatMul"]
+    near = nearest_names(pattern, names) or "'dense/MatMul'"
     return ValueError(
         f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
-        f"such as {', '.join(map(repr, near))}."
+        f"such as {near}."
     )
+
+
+def nearest_names(pattern: str, names: Iterable[Sequence[str]]) -> str:
+    """Returns the names most like a pattern as text, with callers' names in front; "" for none."""
+    known = dict.fromkeys(each[:2][-1] for each in names if each)
+    return ", ".join(map(repr, difflib.get_close_matches(pattern, known, cutoff=0.0)))
 
 
 # A function, the name of its caller, and the functions around it.

@@ -512,6 +512,12 @@ def _mixes(values: Any) -> bool:
     return len(dtypes & EDITABLE) > 1
 
 
+def in_float32(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Casts the arguments of a function that rejects low dtypes."""
+    kwargs = {name: recast(value, "float32") for name, value in kwargs.items()}
+    return original(*(recast(value, "float32") for value in args), **kwargs)
+
+
 def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
     """Casts the results of a mapped function to the dtypes that were declared for them."""
     pairs = zip(values, map(_declared_dtype, signature), strict=True)
@@ -580,7 +586,7 @@ def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
 _FOR_A_MODE = (
     true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
     signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
-    array_method, sparse_matmul, cross_entropy, operation_call,
+    in_float32, array_method, sparse_matmul, cross_entropy, operation_call,
 )  # fmt: skip
 # Installed while any autocast is in force.
 hooks = patching.Patch(

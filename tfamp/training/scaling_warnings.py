@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.patching import level_of_user
@@ -59,11 +60,20 @@ class ScalingWarnings:
             )
 
     def _computes_in_float16(self, tensors: Sequence[Any]) -> bool:
-        found = {dtype_name(each) for each in tensors if each is not None}
-        policy = keras.config.dtype_policy().compute_dtype
-        return self.in_float16 or "float16" in {policy, *found}
+        """Whether layers do, by the policy here, the dtypes of tensors and, in a graph, casts."""
+        given = [each for each in tensors if each is not None]
+        found = {keras.config.dtype_policy().compute_dtype, *map(dtype_name, given)}
+        return self.in_float16 or "float16" in found or any(map(_was_float16, given))
 
     def _warn_once(self, message: str) -> None:
         if message not in self._given:
             self._given.add(message)
             warnings.warn(message, TfampWarning, stacklevel=level_of_user())
+
+
+def _was_float16(gradient: Any) -> bool:
+    """Whether a graph casts a gradient from float16, as for the float32 weight of such a layer."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    is_symbolic = tf.is_tensor(gradient) and hasattr(gradient, "graph")
+    return is_symbolic and gradient.op.type == "Cast" and gradient.op.inputs[0].dtype == tf.float16
