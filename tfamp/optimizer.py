@@ -14,12 +14,17 @@ from keras import ops
 from tfamp.core import options
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
-from tfamp.interop.keras_saving import RestoresInner, read_by_saving, read_optimizer
+from tfamp.interop.keras_saving import (
+    INNER_SETTINGS,
+    RestoresInner,
+    own_settings,
+    read_by_saving,
+    read_optimizer,
+)
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skipped_steps
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
-from tfamp.training.keras_configs import INNER_SETTINGS, arguments_of
 from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
@@ -622,7 +627,10 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = arguments_of(config)
+        arguments = own_settings(config)
+        if "optimizer" in arguments:
+            arguments["inner_optimizer"] = arguments.pop("optimizer")
+            arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
         inner = arguments.pop("inner_optimizer", None)
         inner = read_optimizer(inner, custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):

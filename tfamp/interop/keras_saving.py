@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfamp.core.errors import TfampWarning
+from tfamp.interop.patching import level_of_user
 
 # Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
 _LISTS = ("_variables", "_trainable_variables")
@@ -16,6 +21,14 @@ _OF_EVERY_OPTIMIZER = {*_LISTS, "_trainable_variables_indices", "_iterations", "
 _INNER = "inner_optimizer"
 # Settings of an optimizer that Keras 3 does not have.
 _ONLY_IN_KERAS_2 = {"is_legacy_optimizer", "jit_compile"}
+_OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
+# Settings of every Keras optimizer, which a wrapper leaves to the inner one, with their defaults.
+# Keras before 3.12 saved them in the configuration of its LossScaleOptimizer, too.
+INNER_SETTINGS: dict[str, Any] = {
+    name: each.default
+    for name, each in inspect.signature(keras.optimizers.SGD.__init__).parameters.items()
+    if name not in _OF_SGD
+} | {"learning_rate": 0.0}  # Of Keras's wrapper.
 # Modules that read all attributes of an object to find what to save.
 _SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 
@@ -23,6 +36,24 @@ _SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 def read_by_saving() -> bool:
     """Whether the property that calls this is read by a walk over all attributes of an object."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(_SAVING)
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A wrapper's configuration without settings of the inner one; warns of those chosen by a user.
+
+    Neither Keras's wrapper nor tfamp's applies them.
+    """
+    chosen = {k: v for k, v in config.items() if INNER_SETTINGS.get(k, v) != v}
+    if chosen:
+        named = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+        warnings.warn(
+            f"The configuration of {config.get('name', 'a LossScaleOptimizer')!r} has {named}, "
+            "which neither Keras's LossScaleOptimizer nor tfamp's applies. Set it on the inner "
+            "optimizer.",
+            TfampWarning,
+            stacklevel=level_of_user(),
+        )
+    return {name: value for name, value in config.items() if name not in INNER_SETTINGS}
 
 
 def read_optimizer(saved: Any, custom_objects: Mapping[str, Any] | None) -> Any:
