@@ -112,7 +112,9 @@ class Gradients:
         """
         divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
         given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
-        norm = _NORMS[clip.norm_type]([_distinct_rows(each) for each in given]) / divisor
+        norm_of_one, combined = _NORMS[clip.norm_type]
+        norms = [tf.cast(norm_of_one(_distinct_rows(each)), tf.float32) for each in given]
+        norm = combined(tf.stack([0.0, *norms])) / divisor
         factor = tf.maximum(norm, clip.max_norm) / clip.max_norm
         return replace(self, divisor=divisor * factor), norm
 
@@ -137,9 +139,8 @@ def summed_checked_clipped(
     if clip is None:
         return gradients, finite, None
     gradients, norm = gradients.clipped(clip)
-    # The norm may overflow where no gradient does, and so may its quotient by a small max_norm. XLA
-    # and some kernels do not propagate NaN in a maximum.
-    finite &= tf.math.is_finite(norm) & tf.math.is_finite(gradients.divisor)
+    # The squares may have overflowed. XLA and some kernels do not propagate NaN in a maximum.
+    finite &= tf.math.is_finite(norm)
     return gradients, finite, tf.where(finite, norm, math.nan)
 
 
@@ -218,28 +219,11 @@ def _distinct_rows(gradient: Any) -> Any:
     return widened(gradient)
 
 
-def _each(function: Callable[[Any], Any], tensors: Sequence[Any]) -> Any:
-    """A float32 number of each tensor, and a zero, as there may be no tensors."""
-    return tf.stack([0.0, *(tf.cast(function(values), tf.float32) for values in tensors)])
-
-
-def _euclidean(tensors: Sequence[Any]) -> Any:
-    """Sums squares twice, the second time of values scaled into a range where no square is lost.
-
-    The scale is 1 for most gradients, and a power of two, as in LAPACK's nrm2, for others. A
-    branch would save the second sum, but a GPU's host would wait for it.
-    """
-    halved = tf.reduce_sum(_each(tf.nn.l2_loss, tensors))
-    too_small, too_large = halved < 2.0**-80, halved > 2.0**100
-    scale = tf.where(too_small, 2.0**80, tf.where(too_large, 2.0**-80, 1.0))
-    scaled = [values * tf.cast(scale, values.dtype) for values in tensors]
-    return tf.sqrt(2 * tf.reduce_sum(_each(tf.nn.l2_loss, scaled))) / scale
-
-
-_NORMS: dict[float, Callable[[Sequence[Any]], Any]] = {
-    1: lambda tensors: tf.reduce_sum(_each(lambda v: tf.reduce_sum(tf.abs(v)), tensors)),
-    2: _euclidean,
-    math.inf: lambda tensors: tf.reduce_max(_each(lambda v: tf.norm(v, math.inf), tensors)),
+# The norm of one gradient, or half its square, and its combination over all gradients.
+_NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    1: (lambda values: tf.reduce_sum(tf.abs(values)), tf.reduce_sum),
+    2: (tf.nn.l2_loss, lambda halved_squares: tf.sqrt(2 * tf.reduce_sum(halved_squares))),
+    math.inf: (lambda values: tf.norm(values, math.inf), tf.reduce_max),
 }
 
 
