@@ -17,8 +17,6 @@ def wrapped(**options):
 
 
 def sgd():
-    # Small enough to keep differences of float16 rounding below the limit, and large enough for a
-    # gradient left scaled, unclipped or out to exceed it.
     return keras.optimizers.SGD(2e-4, momentum=0.9)
 
 
@@ -99,7 +97,9 @@ def test_compiled(device, check, feature):
                 step(x, y)
             found[jit] = [tf.identity(each.value) for each in variables]
     difference = relative_difference(found[True], found[False])
-    check("relative difference of the weights", difference, at_most=1e-5)
+    # Biases start at zero, so that all of one is updates: a gradient left scaled, unclipped or out
+    # changes it by its own size, and another order of float16 sums by half of float16's eps.
+    check("relative difference of the weights", difference, at_most=5e-4)
     moved = relative_difference(found[False], before)
     check("relative change of the weights in 4 steps", moved, at_least=1e-4)
 
