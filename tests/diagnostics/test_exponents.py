@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
+from helpers.acceptance import deterministic_ops
 from tfamp.diagnostics.step_statistics import (
+    EXPONENTS,
     ExponentHistogram,
     count_values,
     histogram,
@@ -79,12 +81,24 @@ def test_sparse_gradients_count_with_their_values_and_missing_ones_not_at_all():
 def test_no_op_is_one_that_gpus_reject_under_determinism():
     specs = [tf.TensorSpec((8,)), tf.TensorSpec(()), tf.TensorSpec(())]
     count = tf.function(lambda values, *bounds: count_values([values], *bounds))
-    graph = count.get_concrete_function(*specs).graph.as_graph_def()
+    with deterministic_ops():
+        graph = count.get_concrete_function(*specs).graph.as_graph_def()
     nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
     assert not {node.op for node in nodes} & {"Bincount", "DenseBincount"}
     sums = {node.attr["T"].type for node in nodes if node.op == "UnsortedSegmentSum"}
     # Floats would depend on the order of the additions.
     assert sums == {tf.int32.as_datatype_enum}
+
+
+def test_determinism_changes_no_count():
+    magnitudes = 10.0 ** np.arange(-50.0, 50.0).repeat(100)
+    some = np.random.default_rng(0).standard_normal(len(magnitudes)) * magnitudes
+    values = [tf.constant([*some, *SPECIAL], tf.float32)]
+    bounds = tf.constant(65504.0), tf.constant(1.0)
+    found = count_values(values, *bounds).numpy()
+    with deterministic_ops():
+        np.testing.assert_array_equal(count_values(values, *bounds), found)
+    assert found[0, :EXPONENTS].sum() == len(some) + len(SPECIAL)
 
 
 def test_counts_beyond_what_float32_counts_are_exact():

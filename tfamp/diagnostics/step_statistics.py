@@ -5,6 +5,7 @@ The counts stay on the device until a record is made, so that the host need not 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfamp.interop import tf_private
 from tfamp.training.gradients import outside_the_graph
 
 # Exponents of float16's smallest subnormal, smallest normal and largest number.
@@ -182,34 +184,60 @@ def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
     bounds = tf.cast(tf.stack([bound, second_bound]), tf.float32)
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
     nothing = tf.zeros((COLUMNS,), tf.int64)
-    rows = [nothing if each is None else _counted(_as_float32(each), bounds) for each in values]
+    count = _counter(tf_private.op_determinism_is_enabled())
+    rows = [nothing if each is None else count(_as_float32(each), bounds) for each in values]
     return tf.stack(rows)
 
 
-# One trace for all tensors, and in a graph one node for each. Sums are int64: TensorFlow computes
-# int32 sums on the host, wherever the tensors are.
-@tf.function(
-    input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)],
-    autograph=False,
-    experimental_attributes={"_noinline": True},
-)
-def _counted(values: Any, bounds: Any) -> Any:
-    """Returns the row of a tensor."""
+@functools.cache
+def _counter(deterministic: bool) -> Any:
+    """Returns the function for a tensor: one trace for all, and in a graph one node for each."""
+    counts = _deterministic_counts if deterministic else _counts
+    return tf.function(
+        functools.partial(_counted, counts),
+        input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)],
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
+def _counted(counts_of: Callable[[Any], Any], values: Any, bounds: Any) -> Any:
+    """Returns the row of a tensor.
+
+    Sums are int64: TensorFlow computes int32 sums on the host, wherever the tensors are.
+    """
     sizes = tf.abs(tf.reshape(values, (-1,)))
-    # Not DenseBincount: GPUs reject it under op determinism, which sums of integers have anyway.
-    # GPUs add up atomically: apart by leading bits of the mantissa, additions wait less.
-    leading = np.uint32(MANTISSA_BITS - _APART_BITS)
-    rows = tf.bitcast(tf.bitwise.right_shift(tf.bitcast(sizes, tf.uint32), leading), tf.int32)
-    # Cast, as TensorFlow makes int32 ones on the host.
-    ones = tf.cast(tf.ones_like(sizes), tf.int32)
-    apart = tf.math.unsorted_segment_sum(ones, rows, EXPONENTS << _APART_BITS)
-    counts = tf.reduce_sum(tf.reshape(tf.cast(apart, tf.int64), (EXPONENTS, -1)), 1)
+    counts = counts_of(tf.bitcast(sizes, tf.uint32))
     masks = [tf.math.is_nan(sizes), *(sizes > bound for bound in tf.unstack(bounds))]
     numbers = [tf.reduce_sum(tf.cast(mask, tf.int64)) for mask in masks]
     finite = tf.where(tf.math.is_finite(sizes), sizes, 0.0)
     largest = tf.maximum(tf.reduce_max(finite), 0.0)  # The maximum of an empty tensor is -inf.
-    bits = tf.cast(tf.bitcast(largest, tf.uint32), tf.int64)
-    return tf.concat([counts, tf.stack([*numbers, bits])], 0)
+    largest_bits = tf.cast(tf.bitcast(largest, tf.uint32), tf.int64)
+    return tf.concat([tf.cast(counts, tf.int64), tf.stack([*numbers, largest_bits])], 0)
+
+
+def _counts(bits: Any) -> Any:
+    """Returns how many of the bit patterns have each exponent."""
+    exponents = tf.bitwise.right_shift(bits, np.uint32(MANTISSA_BITS))
+    return tf.raw_ops.DenseBincount(
+        input=tf.bitcast(exponents, tf.int32),
+        size=EXPONENTS,
+        weights=tf.zeros((0,), tf.int32),
+        binary_output=False,
+    )
+
+
+def _deterministic_counts(bits: Any) -> Any:
+    """The same by sums of integers: GPUs reject DenseBincount, which is faster, under determinism.
+
+    GPUs add up atomically: apart by leading bits of the mantissa, additions wait less.
+    """
+    leading = np.uint32(MANTISSA_BITS - _APART_BITS)
+    rows = tf.bitcast(tf.bitwise.right_shift(bits, leading), tf.int32)
+    # Cast, as TensorFlow makes int32 ones on the host.
+    ones = tf.cast(tf.ones_like(bits, tf.float32), tf.int32)
+    apart = tf.math.unsorted_segment_sum(ones, rows, EXPONENTS << _APART_BITS)
+    return tf.reduce_sum(tf.reshape(tf.cast(apart, tf.int64), (EXPONENTS, -1)), 1)
 
 
 def _as_float32(values: Any) -> Any:
