@@ -33,6 +33,7 @@ from tfamp.reports.tables import table_lines
 _PIP = "https://www.tensorflow.org/install/pip"
 _ISSUES = "https://github.com/tensorflow/tensorflow/issues"
 _KERNELS = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels"
+_PAGES = "https://github.com/tfamp/tfamp/blob/main/docs"
 _PERSISTENT = "TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT"
 _REQUIREMENT = re.compile(r"^(nvidia-[\w-]+).*?>=\s*([\d.]+)")
 
@@ -347,10 +348,10 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
             and f"{e.speed_of_auto:.2g}"
         ),
         'In the dtype of the policy "auto" matmuls are {0} times as fast as in float32 here, so '
-        "layers under it are slower. Intel's CPUs with AVX512-BF16 and without AMX are so.",
+        "layers under it are slower. An Intel Xeon with AVX512-BF16 and without AMX was so.",
         'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" convert '
         "only what this machine runs faster, and tfamp.tune measures it.",
-        "https://uops.info/table.html?search=VDPBF16PS",
+        f"{_PAGES}/benchmarks.md",
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,
