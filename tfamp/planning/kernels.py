@@ -1,4 +1,4 @@
-"""What TensorFlow's kernels do in low precision: the one table of these facts; framework-free.
+"""The table of facts about TensorFlow's kernels in low precision; framework-free.
 
 A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
 sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
@@ -6,7 +6,7 @@ as every node has the dtype that it should have. Rewrites, autocast, policies an
 table, and tests/kernels measures it.
 
 Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
-`python tests/kernels/facts.py` to measure anew. A kernel counts as exact if its error is at most
+`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
 four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
 in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
 `reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
@@ -35,7 +35,6 @@ ONEDNN_OPS = op_types("""
     Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
     DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
 """)
-_FILTER_GRADIENTS = op_types("Conv2DBackpropFilter Conv3DBackpropFilterV2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,20 +197,9 @@ def _outside_cudnn(call: OpCall) -> bool:
     return not (height == width and height in (1, 3, 5, 7) and multiplier == 1)
 
 
-def _of_a_vector(call: OpCall) -> bool:
-    """Whether an Einsum has one operand, or one that is added up whole, but for batch axes."""
-    inputs, _, output = str(call.attrs.get("equation", "")).partition("->")
-    operands = inputs.split(",")
-    if len(operands) == 1:
-        return True
-    batch = set.intersection(*map(set, operands)) & set(output)
-    return any(not (set(axes) & set(output)) - batch for axes in operands)
-
-
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "any": lambda call: True,
     "outside of cuDNN's shapes": _outside_cudnn,
-    "one operand, or a vector": _of_a_vector,
 }
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -260,9 +248,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(op="Prod", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
-    KernelFact(
-        op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)
-    ),
+    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
         op="Cumprod", low=_in(eigen=_F16, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
     ),
@@ -314,23 +300,15 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     # Products.
     KernelFact(
         op="Einsum",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="contracted",
-        gradient_of=("Einsum",),
-        layers=_ATTENTION_LAYERS,
-    ),
-    KernelFact(
-        op="Einsum",
-        low=_in(eigen=_F16),
-        terms="contracted",
-        form="one operand, or a vector",
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
     ),
     # Convolutions.
     KernelFact(
         op="Conv2DBackpropFilter",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv2D", "Conv2DBackpropInput"),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS, "SeparableConv1D", "SeparableConv2D"),
@@ -479,9 +457,7 @@ def facts_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> tuple[
     return tuple(fact for fact in KERNEL_FACTS if fact.op == op and here in fact.low)
 
 
-def fact_about(
-    call: OpCall, dtype: str, device: str, onednn: frozenset[str]
-) -> KernelFact | None:
+def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) -> KernelFact | None:
     """The row that makes a call inexact in a low dtype; None if its result is exact.
 
     Example:
