@@ -129,6 +129,7 @@ REACHED_BY = {
     "_apply_op_helper": lambda: _trace(lambda x: tf.matmul(x, x), FLOATS),
     "record_gradient": lambda: _trace(_recorded, FLOATS),
     "cast": lambda: tf.cast(tf.constant(X), tf.float64),
+    "linalg.expm": lambda: tf.linalg.expm(X),
     "dtypes.cast": lambda: tf.dtypes.cast(tf.constant(X), tf.float64),
     "_create_graph_constant": lambda: _trace(lambda: tf.constant(1.0)),
     "GradientTape.gradient": lambda: (lambda tape, y, x: tape.gradient(y, x))(*_tape()),

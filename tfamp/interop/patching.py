@@ -35,6 +35,8 @@ _KERAS_AND_PUBLIC = (
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Reads the dtype's eps, which NumPy does not have for bfloat16.
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
+    # Powers of the matrix, and a solver that multiplies their rounding errors.
+    ("in_float32", "tensorflow:linalg.expm"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
@@ -116,6 +118,8 @@ RESULTS_CAST_BACK = {
     *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
     ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
     ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
+    # What rules out accidental hits is float32's smallest number, and infinite in low precision.
+    ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
 # Functions that check dtypes before they run an op. The first reject low precision, or sum squares,

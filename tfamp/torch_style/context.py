@@ -495,9 +495,11 @@ def _mixes(values: Any) -> bool:
 
 
 def in_float32(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Casts the arguments of a function that rejects low dtypes."""
+    """Runs a function in float32 that rejects low dtypes, or multiplies their errors."""
     kwargs = {name: recast(value, "float32") for name, value in kwargs.items()}
-    return original(*(recast(value, "float32") for value in args), **kwargs)
+    args = tuple(recast(value, "float32") for value in args)
+    with current_modes.set_to(None):
+        return original(*args, **kwargs)
 
 
 def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
