@@ -220,7 +220,7 @@ def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any
         raised = map(functools.partial(_raised, dtype=call.dtype), attrs)
         result = original(context, op, name, *_cast_up(call, _tensors(call)), *raised)
         return _lowered(result, call.dtype)
-    if not _gradient_is_guarded(call):
+    if not op_calls.may_record() or not _gradient_is_guarded(call):
         return original(context, op, name, *args)
     tensors = _tensors(call)
     with op_calls.not_recording():

@@ -95,6 +95,11 @@ def record(op: str, inputs: Sequence[Any], outputs: Sequence[Any], backward: Bac
     tf_private.private("eager.record:record_operation")(op, [*outputs], [*inputs], backward)
 
 
+def may_record() -> bool:
+    """Whether a tape may record here. Symbol: `record.could_possibly_record`."""
+    return bool(tf_private.private("eager.record:could_possibly_record")())
+
+
 def not_recording() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which no tape records. Symbol: `record.stop_recording`."""
     context: contextlib.AbstractContextManager[None]

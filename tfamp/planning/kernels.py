@@ -415,12 +415,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
 )
 
-# What no replacement makes exact: the result, or the place where it is added up, is low itself.
-UNMENDABLE: Mapping[str, str] = {
-    "ResourceScatterAdd": "it adds to a variable of a low dtype; keep the variable in float32",
-    "ResourceScatterSub": "it subtracts from a variable of a low dtype; keep it in float32",
-    "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
-}
+# What no replacement makes exact: these add to a variable, which has the low dtype itself.
+UNMENDABLE = ("AssignAddVariableOp", "ResourceScatterAdd", "ResourceScatterNdAdd")
 
 # ---- Queries -------------------------------------------------------------------------------------
 
