@@ -262,3 +262,13 @@ def test_no_custom_gradient_gets_into_a_saved_graph(low):
     graph = add.get_concrete_function(tf.ones((4, 4)), tf.ones(4)).graph.as_graph_def()
     assert "BiasAdd" in {node.op for node in graph.node}
     assert not any("_gradient_op_type" in node.attr for node in graph.node)
+
+
+def test_an_average_of_many_tensors_is_exact(low):
+    values = np.random.default_rng(0).uniform(0.5, 1.5, (512, 4, 64))
+    low_values = [tf.cast(each, low) for each in values]
+    with tfamp.policy_scope(f"mixed_{low}"):
+        average = keras.layers.Average()(low_values)
+    assert average.dtype == low
+    expected = tf.add_n([tf.cast(each, tf.float64) for each in low_values]) / 512
+    np.testing.assert_allclose(tf.cast(average, tf.float64), expected, rtol=4e-3)

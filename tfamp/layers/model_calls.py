@@ -32,6 +32,7 @@ uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
 _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
+    keras.layers.Average: lambda *_: True,  # adds one tensor after the other
     keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
     keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
     keras.layers.Masking: lambda *_: True,  # compares with a value
