@@ -28,7 +28,7 @@ from tfamp.planning.structures import op_types
 PartialShape: TypeAlias = "tuple[int | None, ...] | None"
 
 # Libraries of kernels. GPU stands for TensorFlow's own kernels, cuDNN and cuBLAS together.
-EIGEN, ONEDNN, GPU = "Eigen", "oneDNN", "GPU"
+EIGEN, ONEDNN, GPU, XLA = "Eigen", "oneDNN", "GPU", "XLA"
 # Ops for which TensorFlow on a CPU runs oneDNN's kernels, where oneDNN supports the dtype.
 ONEDNN_OPS = op_types("""
     AvgPool AvgPool3D BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput
@@ -217,8 +217,10 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
 # ---- The table -----------------------------------------------------------------------------------
 
 
-def _in(eigen: str = "", onednn: str = "", gpu: str = "") -> frozenset[tuple[str, str]]:
-    named = ((EIGEN, eigen), (ONEDNN, onednn), (GPU, gpu))
+def _in(
+    eigen: str = "", onednn: str = "", gpu: str = "", xla: str = ""
+) -> frozenset[tuple[str, str]]:
+    named = ((EIGEN, eigen), (ONEDNN, onednn), (GPU, gpu), (XLA, xla))
     return frozenset((library, dtype) for library, dtypes in named for dtype in dtypes.split())
 
 
@@ -260,9 +262,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(op="Prod", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
-    KernelFact(
-        op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)
-    ),
+    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
         op="Cumprod", low=_in(eigen=_F16, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
     ),
@@ -297,7 +297,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="ScatterNd",
-        low=_in(eigen=_BOTH, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         terms="scattered",
         gradient_of=("GatherNd", "ResourceGatherNd"),
     ),
@@ -416,7 +416,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="ResizeNearestNeighborGrad",
-        low=_in(eigen=_BOTH, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         gradient_of=("ResizeNearestNeighbor",),
         layers=("UpSampling2D", "Resizing"),
     ),
@@ -466,7 +466,7 @@ def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
         onednn: The low dtypes for which the CPU's kernels are oneDNN's.
     """
     if device == "tpu":
-        return "XLA"
+        return XLA
     if device == "gpu":
         return GPU
     return ONEDNN if dtype in onednn and op in ONEDNN_OPS else EIGEN
@@ -479,9 +479,7 @@ def facts_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> tuple[
     return tuple(fact for fact in KERNEL_FACTS if fact.op == op and here in fact.low)
 
 
-def fact_about(
-    call: OpCall, dtype: str, device: str, onednn: frozenset[str]
-) -> KernelFact | None:
+def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) -> KernelFact | None:
     """The row that makes a call inexact in a low dtype; None if its result is exact.
 
     Example:
