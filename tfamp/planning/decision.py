@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots, statistics
+from tfamp.planning.exact_values import ends_of, exact_slots, softmax_gradients, statistics
 from tfamp.planning.inexact_kernels import inexact_nodes
 from tfamp.planning.options import (
     ChosenNodes,
@@ -185,6 +185,7 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
         of_scope: dict[int, Reason] = {}
         if options.exact_statistics:
             of_scope.update(statistics(index))
+            of_scope.update(softmax_gradients(index, options.dtype))
         if use.ranges and use.limits:
             of_scope.update(too_large(index, use.ranges, use.limits))
         if options.updates != "low":
