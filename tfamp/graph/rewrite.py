@@ -147,7 +147,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
 
 
 def _moved_ops(lists: OpColors, defaults: OpLists) -> frozenset[str]:
-    """The ops that lists have on another list than the defaults, or that were put there anew."""
+    """The ops that lists have on another list than the defaults, or that the caller put on one."""
     moved = (getattr(lists, color) - getattr(defaults, color) for color in COLORS)
     return frozenset().union(getattr(lists, "as_given", ()), *moved)
 

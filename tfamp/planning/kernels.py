@@ -1,4 +1,4 @@
-"""What TensorFlow's kernels do in low precision: the one table of these facts; framework-free.
+"""Facts about TensorFlow's kernels in low precision, in one table; framework-free.
 
 A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
 sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
@@ -6,7 +6,7 @@ as every node has the dtype that it should have. Rewrites, autocast, policies an
 table, and tests/kernels measures it.
 
 Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
-`python tests/kernels/facts.py` to measure anew. A kernel counts as exact if its error is at most
+`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
 four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
 in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
 `reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
@@ -105,6 +105,12 @@ def _filter_size(shape: PartialShape, axes: int) -> float:
     return _UNKNOWN if shape is None else _size(shape[:axes])
 
 
+def _filter_and_results(call: OpCall) -> float:
+    """Values of a filter, the second input, without its last axis but one."""
+    shape = _input(call, 1)
+    return _UNKNOWN if shape is None else _size((*shape[:-2], *shape[-1:]))
+
+
 def _input(call: OpCall, number: int) -> PartialShape:
     return call.inputs[number] if number < len(call.inputs) else None
 
@@ -174,10 +180,9 @@ TERMS: Mapping[str, Callable[[OpCall], float]] = {
     "overlapping windows": _overlapping,
     "filter": lambda call: _filter_size(_input(call, 1), 2),
     "filter and channels": lambda call: _filter_size(_input(call, 1), 4),
-    "filter and results": lambda call: (
-        _filter_size(_input(call, 1), 3) * _filter_size((_input(call, 1) or (None,))[-1:], 1)
-    ),
+    "filter and results": _filter_and_results,
     "segment ids": _rows(1),
+    "values of a vector": _rows(1),
     "scattered": _indexes(0),
     "scattered into a tensor": _indexes(1),
     "contracted": _contracted,
@@ -210,8 +215,10 @@ def _of_a_vector(call: OpCall) -> bool:
 
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "any": lambda call: True,
+    "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
     "one operand, or a vector": _of_a_vector,
+    "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
 }
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -259,12 +266,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(eigen=_F16),
         layers=("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D"),
     ),
-    KernelFact(op="Prod", low=_in(eigen=_F16, gpu=_BOTH)),
+    KernelFact(op="Prod", low=_in(eigen=_BOTH, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
     KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
-        op="Cumprod", low=_in(eigen=_F16, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
     ),
     KernelFact(
         op="CumulativeLogsumexp",
@@ -274,6 +281,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(op="AddN", low=_in(eigen=_BOTH, onednn=_BOTH, gpu=_BOTH), terms="inputs"),
     KernelFact(op="LRN", low=_in(eigen=_F16), terms="unknown"),
+    KernelFact(op="LRNGrad", low=_in(eigen=_F16), terms="unknown", gradient_of=("LRN",)),
     # Segments, scattering, gathering.
     KernelFact(
         op="SegmentSum",
@@ -282,7 +290,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("SegmentMean",),
     ),
     KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
-    KernelFact(op="SegmentProd", low=_in(eigen=_F16, gpu=_BOTH), terms="segment ids"),
+    KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
     KernelFact(
         op="UnsortedSegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
@@ -292,7 +300,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="UnsortedSegmentProd",
-        low=_in(eigen=_F16, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
     ),
     KernelFact(
@@ -311,11 +319,19 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="unknown",
         gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
     ),
+    # The gradient of the default value, for which empty rows stand.
+    *(
+        KernelFact(
+            op=f"{op}Grad", low=_in(eigen=_BOTH), terms="values of a vector", gradient_of=(op,)
+        )
+        for op in ("SparseFillEmptyRows", "RaggedFillEmptyRows")
+    ),
     # Products.
     KernelFact(
         op="Einsum",
         low=_in(eigen=_BF16),
         terms="contracted",
+        form="several operands",
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
     ),
@@ -323,38 +339,54 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="Einsum",
         low=_in(eigen=_F16),
         terms="contracted",
-        form="one operand, or a vector",
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
+    ),
+    *(
+        KernelFact(op=op, low=_in(eigen=_F16), terms="unknown", gradient_of=(gradient_of,))
+        for op, gradient_of in (
+            ("BlockLSTMGrad", "BlockLSTM"),
+            ("BlockLSTMGradV2", "BlockLSTMV2"),
+        )
     ),
     # Convolutions.
     KernelFact(
         op="Conv2DBackpropFilter",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv2D", "Conv2DBackpropInput"),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS, "SeparableConv1D", "SeparableConv2D"),
     ),
     KernelFact(
         op="Conv2DBackpropInput",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="filter and results",
         gradient_of=("Conv2D",),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS),
     ),
     KernelFact(
+        op="Conv3DBackpropInputV2",
+        low=_in(eigen=_BOTH),
+        terms="filter and results",
+        gradient_of=("Conv3D",),
+        layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
         op="Conv3DBackpropFilterV2",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv3D", "Conv3DBackpropInputV2"),
         layers=("Conv3D", "Conv3DTranspose"),
     ),
     KernelFact(
         op="Conv3D",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="filter and channels",
         gradient_of=("Conv3DBackpropInputV2",),
         layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv", low=_in(eigen=_BOTH), terms="filter and channels", form="three spatial axes"
     ),
     KernelFact(
         op="DepthwiseConv2dNativeBackpropFilter",
@@ -414,6 +446,18 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("MaxPool3D", ("MaxPooling3D",)),
         )
     ),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms="overlapping windows",
+            gradient_of=(gradient_of,),
+        )
+        for op, gradient_of in (
+            ("MaxPoolGradV2", "MaxPoolV2"),
+            ("MaxPoolGradWithArgmax", "MaxPoolWithArgmax"),
+        )
+    ),
     KernelFact(
         op="ResizeNearestNeighborGrad",
         low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
@@ -441,6 +485,9 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
 UNMENDABLE: Mapping[str, str] = {
     "ResourceScatterAdd": "it adds to a variable of a low dtype; keep the variable in float32",
     "ResourceScatterSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ResourceScatterNdAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterNdSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ConditionalAccumulator": "it adds gradients up in their dtype; give it float32 ones",
     "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
 }
 
