@@ -62,10 +62,10 @@ class Limits:
         maximum.
 
         A sum of equal terms that is accumulated in the dtype stops growing after four times
-        `kernels.safe_terms`: 2048 in float16, 256 in bfloat16. That is the limit for every kernel.
+        `kernels.safe_terms`: 2048 in float16, 256 in bfloat16. That is the limit of all sums.
         Those that the table of `planning.kernels` knows to accumulate so are float32 from
-        `safe_terms` on, with and without calibration. Others, such as matmuls, accumulate in
-        float32, and have no limit.
+        `safe_terms` on, with and without calibration. Matmuls and convolutions
+        have no limit here.
 
         Args:
             dtype: "float16" or "bfloat16".
