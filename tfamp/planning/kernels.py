@@ -1,4 +1,4 @@
-"""The table of facts about TensorFlow's kernels in low precision; framework-free.
+"""Facts about TensorFlow's kernels in low precision, in one table; framework-free.
 
 A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
 sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
@@ -28,7 +28,7 @@ from tfamp.planning.structures import op_types
 PartialShape: TypeAlias = "tuple[int | None, ...] | None"
 
 # Libraries of kernels. GPU stands for TensorFlow's own kernels, cuDNN and cuBLAS together.
-EIGEN, ONEDNN, GPU = "Eigen", "oneDNN", "GPU"
+EIGEN, ONEDNN, GPU, XLA = "Eigen", "oneDNN", "GPU", "XLA"
 # Ops for which TensorFlow on a CPU runs oneDNN's kernels, where oneDNN supports the dtype.
 ONEDNN_OPS = op_types("""
     AvgPool AvgPool3D BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput
@@ -104,6 +104,12 @@ def _filter_size(shape: PartialShape, axes: int) -> float:
     return _UNKNOWN if shape is None else _size(shape[:axes])
 
 
+def _filter_and_results(call: OpCall) -> float:
+    """Values of a filter, the second input, without its last axis but one."""
+    shape = _input(call, 1)
+    return _UNKNOWN if shape is None else _size((*shape[:-2], *shape[-1:]))
+
+
 def _input(call: OpCall, number: int) -> PartialShape:
     return call.inputs[number] if number < len(call.inputs) else None
 
@@ -173,10 +179,9 @@ TERMS: Mapping[str, Callable[[OpCall], float]] = {
     "overlapping windows": _overlapping,
     "filter": lambda call: _filter_size(_input(call, 1), 2),
     "filter and channels": lambda call: _filter_size(_input(call, 1), 4),
-    "filter and results": lambda call: (
-        _filter_size(_input(call, 1), 3) * _filter_size((_input(call, 1) or (None,))[-1:], 1)
-    ),
+    "filter and results": _filter_and_results,
     "segment ids": _rows(1),
+    "values of a vector": _rows(1),
     "scattered": _indexes(0),
     "scattered into a tensor": _indexes(1),
     "contracted": _contracted,
@@ -199,14 +204,18 @@ def _outside_cudnn(call: OpCall) -> bool:
 
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "any": lambda call: True,
+    "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
+    "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
 }
 
 # ---- The table -----------------------------------------------------------------------------------
 
 
-def _in(eigen: str = "", onednn: str = "", gpu: str = "") -> frozenset[tuple[str, str]]:
-    named = ((EIGEN, eigen), (ONEDNN, onednn), (GPU, gpu))
+def _in(
+    eigen: str = "", onednn: str = "", gpu: str = "", xla: str = ""
+) -> frozenset[tuple[str, str]]:
+    named = ((EIGEN, eigen), (ONEDNN, onednn), (GPU, gpu), (XLA, xla))
     return frozenset((library, dtype) for library, dtypes in named for dtype in dtypes.split())
 
 
@@ -245,12 +254,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(eigen=_F16),
         layers=("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D"),
     ),
-    KernelFact(op="Prod", low=_in(eigen=_F16, gpu=_BOTH)),
+    KernelFact(op="Prod", low=_in(eigen=_BOTH, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
     KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
-        op="Cumprod", low=_in(eigen=_F16, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
     ),
     KernelFact(
         op="CumulativeLogsumexp",
@@ -260,6 +269,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(op="AddN", low=_in(eigen=_BOTH, onednn=_BOTH, gpu=_BOTH), terms="inputs"),
     KernelFact(op="LRN", low=_in(eigen=_F16), terms="unknown"),
+    KernelFact(op="LRNGrad", low=_in(eigen=_F16), terms="unknown", gradient_of=("LRN",)),
     # Segments, scattering, gathering.
     KernelFact(
         op="SegmentSum",
@@ -268,7 +278,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("SegmentMean",),
     ),
     KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
-    KernelFact(op="SegmentProd", low=_in(eigen=_F16, gpu=_BOTH), terms="segment ids"),
+    KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
     KernelFact(
         op="UnsortedSegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
@@ -278,12 +288,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="UnsortedSegmentProd",
-        low=_in(eigen=_F16, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
     ),
     KernelFact(
         op="ScatterNd",
-        low=_in(eigen=_BOTH, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         terms="scattered",
         gradient_of=("GatherNd", "ResourceGatherNd"),
     ),
@@ -297,13 +307,35 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="unknown",
         gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
     ),
+    # The gradient of the default value, for which empty rows stand.
+    *(
+        KernelFact(
+            op=f"{op}Grad", low=_in(eigen=_BOTH), terms="values of a vector", gradient_of=(op,)
+        )
+        for op in ("SparseFillEmptyRows", "RaggedFillEmptyRows")
+    ),
     # Products.
     KernelFact(
         op="Einsum",
         low=_in(eigen=_BOTH),
         terms="contracted",
+        form="several operands",
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
+    ),
+    KernelFact(
+        op="Einsum",
+        low=_in(eigen=_F16),
+        terms="contracted",
+        gradient_of=("Einsum",),
+        layers=_ATTENTION_LAYERS,
+    ),
+    *(
+        KernelFact(op=op, low=_in(eigen=_F16), terms="unknown", gradient_of=(gradient_of,))
+        for op, gradient_of in (
+            ("BlockLSTMGrad", "BlockLSTM"),
+            ("BlockLSTMGradV2", "BlockLSTMV2"),
+        )
     ),
     # Convolutions.
     KernelFact(
@@ -315,24 +347,34 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="Conv2DBackpropInput",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="filter and results",
         gradient_of=("Conv2D",),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS),
     ),
     KernelFact(
+        op="Conv3DBackpropInputV2",
+        low=_in(eigen=_BOTH),
+        terms="filter and results",
+        gradient_of=("Conv3D",),
+        layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
         op="Conv3DBackpropFilterV2",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv3D", "Conv3DBackpropInputV2"),
         layers=("Conv3D", "Conv3DTranspose"),
     ),
     KernelFact(
         op="Conv3D",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="filter and channels",
         gradient_of=("Conv3DBackpropInputV2",),
         layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv", low=_in(eigen=_BOTH), terms="filter and channels", form="three spatial axes"
     ),
     KernelFact(
         op="DepthwiseConv2dNativeBackpropFilter",
@@ -392,9 +434,21 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("MaxPool3D", ("MaxPooling3D",)),
         )
     ),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms="overlapping windows",
+            gradient_of=(gradient_of,),
+        )
+        for op, gradient_of in (
+            ("MaxPoolGradV2", "MaxPoolV2"),
+            ("MaxPoolGradWithArgmax", "MaxPoolWithArgmax"),
+        )
+    ),
     KernelFact(
         op="ResizeNearestNeighborGrad",
-        low=_in(eigen=_BOTH, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         gradient_of=("ResizeNearestNeighbor",),
         layers=("UpSampling2D", "Resizing"),
     ),
@@ -415,8 +469,15 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
 )
 
-# What no replacement makes exact: these add to a variable, which has the low dtype itself.
-UNMENDABLE = ("AssignAddVariableOp", "ResourceScatterAdd", "ResourceScatterNdAdd")
+# What no replacement makes exact: the result, or the place where it is added up, is low itself.
+UNMENDABLE: Mapping[str, str] = {
+    "ResourceScatterAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ResourceScatterNdAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterNdSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ConditionalAccumulator": "it adds gradients up in their dtype; give it float32 ones",
+    "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
+}
 
 # ---- Queries -------------------------------------------------------------------------------------
 
@@ -440,7 +501,7 @@ def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
         onednn: The low dtypes for which the CPU's kernels are oneDNN's.
     """
     if device == "tpu":
-        return "XLA"
+        return XLA
     if device == "gpu":
         return GPU
     return ONEDNN if dtype in onednn and op in ONEDNN_OPS else EIGEN
