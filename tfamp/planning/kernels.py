@@ -317,7 +317,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     # Products.
     KernelFact(
         op="Einsum",
-        low=_in(eigen=_BOTH),
+        low=_in(eigen=_BF16),
         terms="contracted",
         form="several operands",
         gradient_of=("Einsum",),
