@@ -24,6 +24,7 @@ from tfamp.machine import hardware
 from tfamp.planning import structures
 from tfamp.planning.decision import Decision, PaintedScope, decide
 from tfamp.planning.exact_values import CHOICES
+from tfamp.planning.inexact_kernels import inexact_nodes
 from tfamp.planning.options import (
     COLORS,
     SUCCESSORS,
@@ -274,6 +275,7 @@ def convert_prepared(
     with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
+        verify_sums(decision.scopes, options)
         _run(passes, graph, options, decision.plan)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
@@ -365,6 +367,19 @@ def verify_rewrite(
                 if needs_cast != (structures.node_name(tensor) in casts):
                     cause = f"its input {edge.tensor!r} has another dtype than the node takes"
                     raise _violation(f"node {node.name!r}", cause)
+
+
+def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
+    """Checks that no low node adds up low, by the table of kernels, but where the caller forced it.
+
+    A RewriteError names one that does. Grappler's lists convert it.
+    """
+    for painted in scopes if _not_grapplers(options) else ():
+        for position, reason in inexact_nodes(painted.index, options):
+            node = painted.index.nodes[position]
+            rules = {painted.low[slot].rule for slot in node.slots if slot in painted.low}
+            if rules - {"force_low"}:
+                raise _violation(f"node {node.name!r} ({node.op})", f"it is low: {reason.text}")
 
 
 def _dtype_now(body: GraphEditor, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:
