@@ -178,6 +178,7 @@ TERMS: Mapping[str, Callable[[OpCall], float]] = {
         _filter_size(_input(call, 1), 3) * _filter_size((_input(call, 1) or (None,))[-1:], 1)
     ),
     "segment ids": _rows(1),
+    "values of a vector": _rows(1),
     "scattered": _indexes(0),
     "scattered into a tensor": _indexes(1),
     "contracted": _contracted,
@@ -210,8 +211,10 @@ def _of_a_vector(call: OpCall) -> bool:
 
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "any": lambda call: True,
+    "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
     "one operand, or a vector": _of_a_vector,
+    "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
 }
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -257,14 +260,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(eigen=_F16),
         layers=("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D"),
     ),
-    KernelFact(op="Prod", low=_in(eigen=_F16, gpu=_BOTH)),
+    KernelFact(op="Prod", low=_in(eigen=_BOTH, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
+    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
-        op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)
-    ),
-    KernelFact(
-        op="Cumprod", low=_in(eigen=_F16, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
     ),
     KernelFact(
         op="CumulativeLogsumexp",
@@ -274,6 +275,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(op="AddN", low=_in(eigen=_BOTH, onednn=_BOTH, gpu=_BOTH), terms="inputs"),
     KernelFact(op="LRN", low=_in(eigen=_F16), terms="unknown"),
+    KernelFact(op="LRNGrad", low=_in(eigen=_F16), terms="unknown", gradient_of=("LRN",)),
     # Segments, scattering, gathering.
     KernelFact(
         op="SegmentSum",
@@ -282,7 +284,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("SegmentMean",),
     ),
     KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
-    KernelFact(op="SegmentProd", low=_in(eigen=_F16, gpu=_BOTH), terms="segment ids"),
+    KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
     KernelFact(
         op="UnsortedSegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
@@ -292,7 +294,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="UnsortedSegmentProd",
-        low=_in(eigen=_F16, gpu=_BOTH),
+        low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
     ),
     KernelFact(
@@ -311,11 +313,19 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="unknown",
         gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
     ),
+    # The gradient of the default value, for which empty rows stand.
+    *(
+        KernelFact(
+            op=f"{op}Grad", low=_in(eigen=_BOTH), terms="values of a vector", gradient_of=(op,)
+        )
+        for op in ("SparseFillEmptyRows", "RaggedFillEmptyRows")
+    ),
     # Products.
     KernelFact(
         op="Einsum",
         low=_in(eigen=_BF16),
         terms="contracted",
+        form="several operands",
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
     ),
@@ -327,10 +337,17 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
     ),
+    *(
+        KernelFact(op=op, low=_in(eigen=_F16), terms="unknown", gradient_of=(gradient_of,))
+        for op, gradient_of in (
+            ("BlockLSTMGrad", "BlockLSTM"),
+            ("BlockLSTMGradV2", "BlockLSTMV2"),
+        )
+    ),
     # Convolutions.
     KernelFact(
         op="Conv2DBackpropFilter",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv2D", "Conv2DBackpropInput"),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS, "SeparableConv1D", "SeparableConv2D"),
@@ -344,17 +361,20 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(
         op="Conv3DBackpropFilterV2",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="pixels",
         gradient_of=("Conv3D", "Conv3DBackpropInputV2"),
         layers=("Conv3D", "Conv3DTranspose"),
     ),
     KernelFact(
         op="Conv3D",
-        low=_in(eigen=_BF16),
+        low=_in(eigen=_BOTH),
         terms="filter and channels",
         gradient_of=("Conv3DBackpropInputV2",),
         layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv", low=_in(eigen=_BOTH), terms="filter and channels", form="three spatial axes"
     ),
     KernelFact(
         op="DepthwiseConv2dNativeBackpropFilter",
@@ -414,6 +434,18 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("MaxPool3D", ("MaxPooling3D",)),
         )
     ),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms="overlapping windows",
+            gradient_of=(gradient_of,),
+        )
+        for op, gradient_of in (
+            ("MaxPoolGradV2", "MaxPoolV2"),
+            ("MaxPoolGradWithArgmax", "MaxPoolWithArgmax"),
+        )
+    ),
     KernelFact(
         op="ResizeNearestNeighborGrad",
         low=_in(eigen=_BOTH, gpu=_BOTH),
@@ -441,6 +473,9 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
 UNMENDABLE: Mapping[str, str] = {
     "ResourceScatterAdd": "it adds to a variable of a low dtype; keep the variable in float32",
     "ResourceScatterSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ResourceScatterNdAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterNdSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ConditionalAccumulator": "it adds gradients up in their dtype; give it float32 ones",
     "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
 }
 
@@ -479,9 +514,7 @@ def facts_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> tuple[
     return tuple(fact for fact in KERNEL_FACTS if fact.op == op and here in fact.low)
 
 
-def fact_about(
-    call: OpCall, dtype: str, device: str, onednn: frozenset[str]
-) -> KernelFact | None:
+def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) -> KernelFact | None:
     """The row that makes a call inexact in a low dtype; None if its result is exact.
 
     Example:
