@@ -1,7 +1,7 @@
 """Calls of the kernels in `tfamp.planning.kernels`, on enough positive terms to lose some of them.
 
-`RAW_CASES` call an op itself, `FUNCTION_CASES` are functions as a user writes them, whose gradients
-run the gradient ops of the table, and `LAYER_CASES` are the Keras layers that the table names.
+`RAW_CASES` call an op itself; `kernel_path_cases` has functions and layers, whose gradients run the
+gradient ops of the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -21,7 +20,6 @@ from tfamp.core.dtypes import LOW_PRECISION
 Data: TypeAlias = Callable[[np.random.Generator], np.ndarray]
 R = tf.raw_ops
 TERMS = 16384
-_SIDE = 128  # Its square is TERMS.
 
 
 @dataclass(frozen=True)
@@ -68,31 +66,35 @@ def near_one(*shape: int, most: float = 0.02) -> Data:
 
 
 def peak(*shape: int) -> Data:
-    """Zeros, but for the middle of the spatial axes: the largest value of all windows around it."""
+    """Values of which no two are equal, with the largest in the middle of the spatial axes."""
 
-    def make(_: np.random.Generator) -> np.ndarray:
-        values = np.zeros(shape)
-        values[(slice(None), *(size // 2 for size in shape[1:-1]))] = 1
+    def make(random: np.random.Generator) -> np.ndarray:
+        _, *sides, channels = shape
+        sizes = np.outer(2.0 ** np.arange(-14, 15), 1 + np.arange(128) / 128).ravel()
+        distinct = np.concatenate([sizes, -sizes])  # In bfloat16 and in float16.
+        planes = [random.permutation(distinct)[: np.prod(sides)] for _ in range(channels)]
+        values = np.stack(planes, -1).reshape(shape)
+        values[(slice(None), *(side // 2 for side in sides))] = 2.0**15
         return values
 
     return make
 
 
-def _zeros(count: int, *columns: int) -> Any:
+def zeros(count: int, *columns: int) -> Any:
     return tf.zeros((count, *columns), tf.int32)
 
 
-def _cells() -> Any:
+def cells() -> Any:
     """Positions of the values of a sparse tensor with one row."""
     count = tf.range(TERMS, dtype=tf.int64)
     return tf.stack([tf.zeros_like(count), count], 1)
 
 
-def _sparse(values: Any) -> Any:
-    return tf.SparseTensor(_cells(), values, (1, TERMS))
+def sparse(values: Any) -> Any:
+    return tf.SparseTensor(cells(), values, (1, TERMS))
 
 
-def _pooling(size: int, rank: int = 2, stride: int = 1) -> dict[str, Any]:
+def pooling(size: int, rank: int = 2, stride: int = 1) -> dict[str, Any]:
     return {
         "ksize": [1, *[size] * rank, 1],
         "strides": [1, *[stride] * rank, 1],
@@ -100,7 +102,7 @@ def _pooling(size: int, rank: int = 2, stride: int = 1) -> dict[str, Any]:
     }
 
 
-def _constant_like(value: Any, *shape: int) -> Any:
+def constant_like(value: Any, *shape: int) -> Any:
     return tf.zeros(shape, value.dtype)
 
 
@@ -113,7 +115,7 @@ def _raw(op: str, call: Callable[..., Any], *arrays: Data, name: str = "", **mor
 
 def _max_pool_gradient(rank: int) -> Callable[..., Any]:
     op = "MaxPool" if rank == 2 else "MaxPool3D"
-    window = _pooling(31 if rank == 2 else 9, rank)
+    window = pooling(31 if rank == 2 else 9, rank)
 
     def call(x: Any, upstream: Any) -> Any:
         y = getattr(R, op)(input=x, **window)
@@ -124,7 +126,7 @@ def _max_pool_gradient(rank: int) -> Callable[..., Any]:
 
 def _lstm_gradient(version: str, x: Any, w: Any, upstream: Any) -> Any:
     """The gradient of the biases of a block of LSTM cells."""
-    state, peephole, bias = (_constant_like(x, *shape) for shape in ((64, 4), (4,), (16,)))
+    state, peephole, bias = (constant_like(x, *shape) for shape in ((64, 4), (4,), (16,)))
     shared = {
         "seq_len_max": 256, "x": x, "cs_prev": state, "h_prev": state, "w": w, "wci": peephole,
         "wcf": peephole, "wco": peephole, "b": bias,
@@ -142,7 +144,7 @@ def _lrn_gradient(upstream: Any, x: Any) -> Any:
 
 def _segment(op: str, *arrays: Data) -> KernelCase:
     def call(data: Any) -> Any:
-        ids = {"segment_ids": _zeros(TERMS)}
+        ids = {"segment_ids": zeros(TERMS)}
         if op.startswith("Unsorted"):
             ids["num_segments"] = 1
         return getattr(R, op)(data=data, **ids)
@@ -154,10 +156,10 @@ def _scatter(op: str, call: Callable[..., Any]) -> KernelCase:
     return _raw(op, functools.partial(call, getattr(R, op)), positive(TERMS, 4))
 
 
-def _scatter_into(op: Callable[..., Any], updates: Any) -> Any:
-    to = {"indices": _zeros(TERMS, 1), "updates": updates}
+def scatter_into(op: Callable[..., Any], updates: Any) -> Any:
+    to = {"indices": zeros(TERMS, 1), "updates": updates}
     name = "input" if op is R.ScatterNdNonAliasingAdd else "tensor"
-    return op(**{name: _constant_like(updates, 1, 4)}, **to)
+    return op(**{name: constant_like(updates, 1, 4)}, **to)
 
 
 def _einsum(equation: str, *arrays: Data, name: str = "", **more: Any) -> KernelCase:
@@ -177,9 +179,9 @@ def _filter_gradient(op: str, size: list[int], *arrays: Data, stride: int = 1, *
     return _raw(op, call, *arrays, **more)
 
 
-_IMAGE = positive(1, _SIDE, _SIDE, 8)
-_WIDE_IMAGE, _WIDE_FILTER = positive(1, 128, 128, 8), positive(31, 31, 8, 1)
-_VOLUME = positive(1, 32, 32, 32, 4)
+IMAGE, SMALL_IMAGE = positive(1, 128, 128, 8), positive(1, 64, 64, 8)  # 128 * 128 is TERMS.
+WIDE_FILTER = positive(31, 31, 8, 1)
+VOLUME = positive(1, 32, 32, 32, 4)
 _UNIT = {"strides": [1] * 4, "padding": "VALID"}
 
 RAW_CASES: tuple[KernelCase, ...] = (
@@ -207,15 +209,15 @@ RAW_CASES: tuple[KernelCase, ...] = (
     _segment("SegmentProd", near_one(TERMS, 4)),
     _segment("UnsortedSegmentSum", positive(TERMS, 4)),
     _segment("UnsortedSegmentProd", near_one(TERMS, 4)),
-    _scatter("ScatterNd", lambda op, d: op(indices=_zeros(TERMS, 1), updates=d, shape=[1, 4])),
+    _scatter("ScatterNd", lambda op, d: op(indices=zeros(TERMS, 1), updates=d, shape=[1, 4])),
     *(
-        _scatter(op, _scatter_into)
+        _scatter(op, scatter_into)
         for op in ("TensorScatterAdd", "TensorScatterSub", "ScatterNdNonAliasingAdd")
     ),
     _raw(
         "SparseTensorDenseMatMul",
         lambda v, d: R.SparseTensorDenseMatMul(
-            a_indices=_cells(), a_values=v, a_shape=[1, TERMS], b=d
+            a_indices=cells(), a_values=v, a_shape=[1, TERMS], b=d
         ),
         positive(TERMS),
         positive(TERMS, 4),
@@ -256,8 +258,8 @@ RAW_CASES: tuple[KernelCase, ...] = (
             stride=stride,
             name=name,
             dtypes=dtypes,
+            crashes_onednn=stride > 1,
         )  # fmt: skip
-        # oneDNN's strided gradient of fewer filters writes where it must not.
         for name, stride, channels, filters, dtypes in (
             ("1x1", 1, 8, 4, ("bfloat16",)),
             ("1x1 strided", 2, 8, 16, ("bfloat16",)),
@@ -286,8 +288,8 @@ RAW_CASES: tuple[KernelCase, ...] = (
         _filter_gradient(
             "DepthwiseConv2dNativeBackpropFilter",
             [*size, 8, 1],
-            _IMAGE,
-            _IMAGE,
+            IMAGE,
+            IMAGE,
             name="x".join(map(str, size)),
         )  # fmt: skip
         for size in ([3, 3], [1, 7])
@@ -295,8 +297,8 @@ RAW_CASES: tuple[KernelCase, ...] = (
     _raw(
         "DepthwiseConv2dNative",
         lambda x, f: R.DepthwiseConv2dNative(input=x, filter=f, strides=[1] * 4, padding="SAME"),
-        _WIDE_IMAGE,
-        _WIDE_FILTER,
+        SMALL_IMAGE,
+        WIDE_FILTER,
         crashes_onednn=True,
     ),
     _raw(
@@ -304,54 +306,54 @@ RAW_CASES: tuple[KernelCase, ...] = (
         lambda f, d: R.DepthwiseConv2dNativeBackpropInput(
             input_sizes=d.shape, filter=f, out_backprop=d, strides=[1] * 4, padding="SAME"
         ),
-        _WIDE_FILTER,
-        _WIDE_IMAGE,
+        WIDE_FILTER,
+        SMALL_IMAGE,
         crashes_onednn=True,
     ),
     # Pooling, resizing, morphology.
-    _raw("AvgPool", lambda x: R.AvgPool(value=x, **_pooling(32, stride=32)), _IMAGE),
+    _raw("AvgPool", lambda x: R.AvgPool(value=x, **pooling(32, stride=32)), IMAGE),
     _raw(
         "AvgPool3D",
-        lambda x: R.AvgPool3D(input=x, **_pooling(25, 3, stride=25)),
+        lambda x: R.AvgPool3D(input=x, **pooling(25, 3, stride=25)),
         positive(1, 25, 25, 25, 4),
     ),
     _raw(
         "AvgPoolGrad",
-        lambda d: R.AvgPoolGrad(orig_input_shape=d.shape, grad=d, **_pooling(31)),
-        _IMAGE,
+        lambda d: R.AvgPoolGrad(orig_input_shape=d.shape, grad=d, **pooling(31)),
+        IMAGE,
     ),
     _raw(
         "AvgPool3DGrad",
-        lambda d: R.AvgPool3DGrad(orig_input_shape=d.shape, grad=d, **_pooling(15, 3)),
+        lambda d: R.AvgPool3DGrad(orig_input_shape=d.shape, grad=d, **pooling(15, 3)),
         positive(1, 16, 16, 16, 2),
     ),
-    _raw("MaxPoolGrad", _max_pool_gradient(2), peak(1, 128, 128, 8), _IMAGE),
+    _raw("MaxPoolGrad", _max_pool_gradient(2), peak(1, 64, 64, 8), SMALL_IMAGE),
     _raw(
         "MaxPool3DGrad", _max_pool_gradient(3), peak(1, 16, 16, 16, 4), positive(1, 16, 16, 16, 4)
     ),
     _raw(
         "MaxPoolGradV2",
         lambda x, d: R.MaxPoolGradV2(
-            orig_input=x, orig_output=R.MaxPool(input=x, **_pooling(31)), grad=d, **_pooling(31)
+            orig_input=x, orig_output=R.MaxPool(input=x, **pooling(31)), grad=d, **pooling(31)
         ),
-        peak(1, 128, 128, 8),
-        _IMAGE,
+        peak(1, 64, 64, 8),
+        SMALL_IMAGE,
     ),
     _raw(
         "MaxPoolGradWithArgmax",
         lambda x, d: R.MaxPoolGradWithArgmax(
             input=x,
-            argmax=R.MaxPoolWithArgmax(input=x, **_pooling(31)).argmax,
+            argmax=R.MaxPoolWithArgmax(input=x, **pooling(31)).argmax,
             grad=d,
-            **_pooling(31),
+            **pooling(31),
         ),
-        peak(1, 128, 128, 8),
-        _IMAGE,
+        peak(1, 64, 64, 8),
+        SMALL_IMAGE,
     ),
     _raw(
         "ResizeNearestNeighborGrad",
         lambda d: R.ResizeNearestNeighborGrad(grads=d, size=[1, 1]),
-        _IMAGE,
+        IMAGE,
     ),
     _raw(
         "CropAndResizeGradImage",
@@ -362,423 +364,25 @@ RAW_CASES: tuple[KernelCase, ...] = (
             image_size=[1, 4, 4, 8],
             T=d.dtype,
         ),  # fmt: skip
-        _IMAGE,
+        IMAGE,
     ),
     *(
         _raw(
             f"Dilation2DBackprop{operand}",
             lambda x, d, op=f"Dilation2DBackprop{operand}", side=side: getattr(R, op)(
                 input=x,
-                filter=_constant_like(x, side, side, 8),
+                filter=constant_like(x, side, side, 8),
                 out_backprop=d,
                 strides=[1] * 4,
                 rates=[1] * 4,
                 padding="SAME",
             ),  # fmt: skip
             data,
-            _IMAGE,
+            upstream,
         )
-        for operand, side, data in (
-            ("Filter", 1, _IMAGE),
-            ("Input", 31, peak(1, 128, 128, 8)),
+        for operand, side, data, upstream in (
+            ("Filter", 1, IMAGE, IMAGE),
+            ("Input", 31, peak(1, 64, 64, 8), SMALL_IMAGE),
         )
     ),
 )
-
-# ---- Functions -----------------------------------------------------------------------------------
-
-
-def _function(name: str, rows: str, call: Callable[..., Any], *arrays: Data, **more: Any):
-    more.setdefault("wrt", tuple(range(len(arrays))))
-    return KernelCase(name, tuple(rows.split()), call, arrays, **more)
-
-
-def _broadcast(name: str, call: Callable[..., Any], *arrays: Data, quick: bool = False):
-    return _function(name, "Sum", call, *(arrays or (positive(TERMS, 4), positive(4))), quick=quick)
-
-
-def _attention(query: Any, key: Any, value: Any) -> Any:
-    scores = tf.einsum("bqd,bkd->bqk", query, key) / 8
-    return tf.einsum("bqk,bkd->bqd", tf.nn.softmax(scores), value)
-
-
-FUNCTION_CASES: tuple[KernelCase, ...] = (
-    _function(
-        "bias_add", "BiasAddGrad", tf.nn.bias_add, positive(TERMS, 4), positive(4), quick=True
-    ),
-    _broadcast("add", lambda x, b: x + b, quick=True),
-    _broadcast("multiply", lambda x, b: x * b),
-    _broadcast("divide", lambda x, b: x / b, positive(TERMS, 4), positive(4, scale=2)),
-    _broadcast("broadcast_to", lambda b: tf.broadcast_to(b, (TERMS, 4)), positive(4)),
-    _broadcast("tile", lambda b: tf.tile(b, (TERMS, 1)), positive(1, 4)),
-    _function("reduce_sum", "Sum", lambda x: tf.reduce_sum(x, 0), positive(TERMS, 4), quick=True),
-    _function(
-        "reduce_mean", "Mean", lambda x: tf.reduce_mean(x, (1, 2)), positive(2, 128, 128, 4),
-        quick=True,
-    ),
-    _function("reduce_prod", "Prod", lambda x: tf.reduce_prod(x, 0), near_one(TERMS, 4), wrt=()),
-    _function(
-        "reduce_prod, gradient", "Prod Cumprod", lambda x: tf.reduce_prod(x, 0), near_one(4096, 4)
-    ),
-    _function(
-        "euclidean_norm", "EuclideanNorm", lambda x: tf.math.reduce_euclidean_norm(x, 0),
-        positive(TERMS, 4, scale=1 / 16),
-    ),
-    _function("l2_loss", "L2Loss", tf.nn.l2_loss, positive(TERMS, scale=1 / 16)),
-    _function("cumsum", "Cumsum", tf.cumsum, positive(TERMS, 4), quick=True),
-    _function("cumprod", "Cumprod", tf.math.cumprod, near_one(4096, 4)),
-    _function(
-        "cumulative_logsumexp", "CumulativeLogsumexp", tf.math.cumulative_logsumexp,
-        positive(4096, 4),
-    ),
-    _function("add_n", "AddN", lambda x: tf.add_n(tf.unstack(x)), positive(1024, 16)),
-    _function("lrn", "LRN LRNGrad", lambda x: tf.nn.lrn(x, 500), positive(1, 2, 2, 2048)),
-    *(
-        _function(
-            op, row, lambda x, op=op: getattr(tf.math, op)(x, _zeros(TERMS)), data, quick=quick
-        )
-        for op, row, data, quick in (
-            ("segment_sum", "SegmentSum", positive(TERMS, 4), True),
-            ("segment_mean", "SegmentMean SegmentSum", positive(TERMS, 4), False),
-            ("segment_prod", "SegmentProd", near_one(TERMS, 4), False),
-        )
-    ),
-    *(
-        _function(
-            op, row, lambda x, op=op: getattr(tf.math, op)(x, _zeros(TERMS), 1), data, wrt=wrt,
-            roundings=roundings,
-        )
-        for op, row, data, wrt, roundings in (
-            ("unsorted_segment_sum", "UnsortedSegmentSum", positive(TERMS, 4), (0,), 1),
-            ("unsorted_segment_mean", "UnsortedSegmentSum", positive(TERMS, 4), (0,), 2),
-            ("unsorted_segment_sqrt_n", "UnsortedSegmentSum", positive(TERMS, 4), (0,), 2),
-            ("unsorted_segment_prod", "UnsortedSegmentProd", near_one(TERMS, 4), (), 1),
-        )
-    ),
-    _function(
-        "gather", "UnsortedSegmentSum", lambda x: tf.gather(x, _zeros(TERMS)), positive(4, 4),
-        quick=True,
-    ),
-    _function("gather_nd", "ScatterNd", lambda x: tf.gather_nd(x, _zeros(TERMS, 1)), positive(4, 4)),
-    _function(
-        "scatter_nd", "ScatterNd", lambda x: tf.scatter_nd(_zeros(TERMS, 1), x, (1, 4)),
-        positive(TERMS, 4),
-    ),
-    *(
-        _function(
-            f"tensor_scatter_nd_{op}", f"TensorScatter{op.title()}",
-            lambda t, x, op=op: getattr(tf, f"tensor_scatter_nd_{op}")(t, _zeros(TERMS, 1), x),
-            positive(1, 4), positive(TERMS, 4),
-        )
-        for op in ("add", "sub")
-    ),
-    _function(
-        "ScatterNdNonAliasingAdd", "ScatterNdNonAliasingAdd",
-        functools.partial(_scatter_into, R.ScatterNdNonAliasingAdd), positive(TERMS, 4), wrt=(),
-    ),
-    _function(
-        "sparse_dense_matmul", "SparseTensorDenseMatMul",
-        lambda v, d: tf.sparse.sparse_dense_matmul(_sparse(v), d), positive(TERMS),
-        positive(TERMS, 4), quick=True,
-    ),
-    _function(
-        "sparse_dense_matmul, adjoint", "SparseTensorDenseMatMul",
-        lambda v, d: tf.sparse.sparse_dense_matmul(
-            tf.SparseTensor(_cells()[:, ::-1], v, (TERMS, 1)), d, adjoint_a=True
-        ),
-        positive(TERMS), positive(TERMS, 4),
-    ),
-    _function(
-        "extract_patches", "SparseTensorDenseMatMul",
-        lambda x: tf.image.extract_patches(x, (1, 15, 15, 1), [1] * 4, [1] * 4, "SAME"),
-        positive(1, 32, 32, 1),
-    ),
-    _function(
-        "sparse fill_empty_rows", "SparseFillEmptyRowsGrad",
-        lambda v, d: tf.sparse.fill_empty_rows(
-            tf.SparseTensor(tf.zeros((1, 2), tf.int64), v, (TERMS, 1)), d
-        )[0].values,
-        positive(1), positive(),
-    ),
-    _function(
-        "ragged fill_empty_rows", "RaggedFillEmptyRowsGrad",
-        lambda v, d: R.RaggedFillEmptyRows(
-            value_rowids=tf.constant([0], tf.int64), values=v, nrows=tf.constant(TERMS, tf.int64),
-            default_value=d,
-        ).output_values,
-        positive(1), positive(),
-    ),
-    *(
-        _function(f"einsum {equation}", "Einsum", functools.partial(tf.einsum, equation), *arrays,
-                  quick=quick)
-        for equation, arrays, quick in (
-            ("abc,cd->abd", (positive(128, 128, 4), positive(4, 4)), True),
-            ("ab,bc->ac", (positive(4, TERMS), positive(TERMS, 4)), False),
-            ("abc->c", (positive(128, 128, 4),), False),
-            ("a,a->", (positive(TERMS), positive(TERMS)), False),
-        )
-    ),
-    _function(
-        "attention", "Einsum", _attention, positive(1, 8, 16), positive(1, 1024, 16),
-        positive(1, 1024, 16), wrt=(2,), roundings=3,
-    ),
-    *(
-        _function(
-            f"BlockLSTM{version}", f"BlockLSTMGrad{version}",
-            lambda x, w, b, version=version: getattr(R, f"BlockLSTM{version}")(
-                seq_len_max=64, x=x, cs_prev=_constant_like(x, 64, 4),
-                h_prev=_constant_like(x, 64, 4), w=w, wci=_constant_like(x, 4),
-                wcf=_constant_like(x, 4), wco=_constant_like(x, 4), b=b,
-            ).h,
-            positive(64, 64, 4), positive(8, 16, scale=1 / 8), positive(16), roundings=8,
-        )
-        for version in ("", "V2")
-    ),
-    *(
-        _function(
-            f"conv2d {name}", "Conv2DBackpropFilter",
-            lambda x, f, stride=stride: tf.nn.conv2d(x, f, stride, "SAME"), _IMAGE,
-            positive(side, side, 8, 16), quick=quick,
-        )
-        for name, side, stride, quick in (
-            ("1x1", 1, 1, True), ("1x1 strided", 1, 2, False), ("3x3", 3, 1, False),
-            ("3x3 strided", 3, 2, False),
-        )
-    ),
-    _function(
-        "conv1d", "Conv2DBackpropFilter", lambda x, f: tf.nn.conv1d(x, f, 1, "SAME"),
-        positive(4, 4096, 8), positive(3, 8, 4),
-    ),
-    _function(
-        "conv2d, 2048 filters", "Conv2DBackpropInput",
-        lambda x, f: tf.nn.conv2d(x, f, 1, "VALID"), positive(1, 7, 7, 1), positive(3, 3, 1, 2048),
-    ),
-    _function(
-        "conv2d_transpose", "Conv2DBackpropInput Conv2DBackpropFilter",
-        lambda d, f: tf.nn.conv2d_transpose(d, f, (1, 7, 7, 1), 1, "VALID"),
-        positive(1, 5, 5, 2048), positive(3, 3, 1, 2048),
-    ),
-    _function(
-        "conv3d", "Conv3DBackpropFilterV2", lambda x, f: tf.nn.conv3d(x, f, [1] * 5, "SAME"),
-        positive(1, 32, 32, 32, 1), positive(1, 1, 1, 1, 1), quick=True,
-    ),
-    _function(
-        "conv3d, 1024 channels", "Conv3D", lambda x, f: tf.nn.conv3d(x, f, [1] * 5, "VALID"),
-        positive(1, 3, 3, 3, 1024), positive(3, 3, 3, 1024, 4),
-    ),
-    _function(
-        "conv3d_transpose", "Conv3D Conv3DBackpropFilterV2",
-        lambda d, f: tf.nn.conv3d_transpose(d, f, (1, 5, 5, 5, 1024), [1] * 5, "VALID"),
-        positive(1, 3, 3, 3, 4), positive(3, 3, 3, 1024, 4),
-    ),
-    _function(
-        "convolution", "Conv", lambda x, f: R.Conv(
-            input=x, filter=f, strides=[1] * 5, padding="VALID"
-        ),
-        positive(1, 3, 3, 3, 1024), positive(3, 3, 3, 1024, 4), wrt=(),
-    ),
-    *(
-        _function(
-            f"depthwise_conv2d {name}", "DepthwiseConv2dNativeBackpropFilter",
-            lambda x, f, stride=stride, rate=rate: tf.nn.depthwise_conv2d(
-                x, f, [1, stride, stride, 1], "SAME", dilations=[rate, rate]
-            ),
-            _IMAGE, positive(*size, 8, multiplier), quick=name == "3x3",
-        )
-        for name, size, multiplier, stride, rate in (
-            ("3x3", (3, 3), 1, 1, 1), ("1x7", (1, 7), 1, 1, 1), ("multiplier 2", (3, 3), 2, 1, 1),
-            ("strided", (3, 3), 1, 2, 1), ("dilated", (3, 3), 1, 1, 2),
-        )
-    ),
-    _function(
-        "depthwise_conv2d 31x31",
-        "DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput",
-        lambda x, f: tf.nn.depthwise_conv2d(x, f, [1] * 4, "SAME"), positive(1, 32, 32, 8),
-        _WIDE_FILTER, crashes_onednn=True,
-    ),
-    _function(
-        "avg_pool2d", "AvgPool", lambda x: tf.nn.avg_pool2d(x, 32, 32, "VALID"), _IMAGE, quick=True
-    ),
-    _function(
-        "avg_pool3d", "AvgPool3D", lambda x: tf.nn.avg_pool3d(x, 25, 25, "VALID"),
-        positive(1, 25, 25, 25, 4),
-    ),
-    _function(
-        "avg_pool2d, overlapping", "AvgPool AvgPoolGrad",
-        lambda x: tf.nn.avg_pool2d(x, 31, 1, "SAME"), _IMAGE,
-    ),
-    _function(
-        "avg_pool3d, overlapping", "AvgPool3D AvgPool3DGrad",
-        lambda x: tf.nn.avg_pool3d(x, 15, 1, "SAME"), positive(1, 16, 16, 16, 2),
-    ),
-    _function(
-        "max_pool2d, overlapping", "MaxPoolGrad", lambda x: tf.nn.max_pool2d(x, 31, 1, "SAME"),
-        peak(1, 128, 128, 8), quick=True,
-    ),
-    _function(
-        "max_pool3d, overlapping", "MaxPool3DGrad", lambda x: tf.nn.max_pool3d(x, 9, 1, "SAME"),
-        peak(1, 16, 16, 16, 4),
-    ),
-    _function(
-        "MaxPoolV2", "MaxPoolGradV2", lambda x: R.MaxPoolV2(input=x, **_pooling(31)),
-        peak(1, 128, 128, 8),
-    ),
-    _function(
-        "max_pool_with_argmax", "MaxPoolGradWithArgmax",
-        lambda x: tf.nn.max_pool_with_argmax(x, 31, 1, "SAME").output, peak(1, 128, 128, 8),
-    ),
-    _function(
-        "resize, nearest", "ResizeNearestNeighborGrad",
-        lambda x: tf.image.resize(x, (128, 128), "nearest"), positive(1, 1, 1, 8), quick=True,
-    ),
-    _function(
-        "crop_and_resize", "CropAndResizeGradImage",
-        lambda x: tf.image.crop_and_resize(x, [[0, 0, 1e-6, 1e-6]], [0], (128, 128)),
-        positive(1, 4, 4, 8),
-    ),
-    _function(
-        "dilation2d", "Dilation2DBackpropFilter",
-        lambda x, f: tf.nn.dilation2d(x, f, [1] * 4, "SAME", "NHWC", [1] * 4), _IMAGE,
-        positive(1, 1, 8),
-    ),
-    _function(
-        "dilation2d 31x31", "Dilation2DBackpropInput",
-        lambda x: tf.nn.dilation2d(
-            x, _constant_like(x, 31, 31, 8), [1] * 4, "SAME", "NHWC", [1] * 4
-        ),
-        peak(1, 128, 128, 8),
-    ),
-)  # fmt: skip
-
-# ---- Layers --------------------------------------------------------------------------------------
-
-
-def _layer(name: str, rows: str, make: Callable[..., Any], *arrays: Data, **more: Any):
-    return KernelCase(name, tuple(rows.split()), make, arrays, **more)
-
-
-_SEQUENCE, _LONG = positive(4, 4096, 8), positive(1, 8192, 8)
-_FIT = {"padding": "same"}
-L = keras.layers
-_DEPTHWISE = "DepthwiseConv2dNativeBackpropFilter"
-
-LAYER_CASES: tuple[KernelCase, ...] = (
-    _layer("Dense", "BiasAddGrad", lambda **k: L.Dense(4, **k), positive(TERMS, 8), quick=True),
-    _layer("Dense of images", "BiasAddGrad Sum", lambda **k: L.Dense(4, **k), _IMAGE),
-    _layer(
-        "EinsumDense", "BiasAddGrad Sum Einsum",
-        lambda **k: L.EinsumDense("abc,cd->abd", (None, 4), bias_axes="d", **k), _SEQUENCE,
-        quick=True,
-    ),
-    _layer(
-        "Conv1D", "BiasAddGrad Conv2DBackpropFilter", lambda **k: L.Conv1D(4, 3, **_FIT, **k),
-        _SEQUENCE,
-    ),
-    *(
-        _layer(
-            f"Conv2D {name}", "BiasAddGrad Conv2DBackpropFilter Conv2DBackpropInput",
-            lambda side=side, stride=stride, **k: L.Conv2D(4, side, stride, **_FIT, **k), _IMAGE,
-            quick=name == "1x1",
-        )
-        for name, side, stride in (("1x1", 1, 1), ("3x3", 3, 1), ("3x3 strided", 3, 2))
-    ),
-    _layer(
-        "Conv3D", "BiasAddGrad Conv3DBackpropFilterV2 Conv3D",
-        lambda **k: L.Conv3D(1, 1, **k), positive(1, 32, 32, 32, 1),
-    ),
-    _layer(
-        "Conv1DTranspose", "BiasAddGrad Conv2DBackpropFilter",
-        lambda **k: L.Conv1DTranspose(4, 3, **_FIT, **k), _SEQUENCE,
-    ),
-    _layer(
-        "Conv2DTranspose", "BiasAddGrad Conv2DBackpropFilter Conv2DBackpropInput",
-        lambda **k: L.Conv2DTranspose(4, 3, **_FIT, **k), _IMAGE,
-    ),
-    _layer(
-        "Conv3DTranspose", "BiasAddGrad Conv3DBackpropFilterV2 Conv3D",
-        lambda **k: L.Conv3DTranspose(4, 1, **k), positive(1, 24, 24, 24, 4),
-    ),
-    _layer(
-        "DepthwiseConv1D", f"BiasAddGrad {_DEPTHWISE}",
-        lambda **k: L.DepthwiseConv1D(3, **_FIT, **k), _SEQUENCE,
-    ),
-    _layer(
-        "DepthwiseConv2D", f"BiasAddGrad {_DEPTHWISE}",
-        lambda **k: L.DepthwiseConv2D(3, **_FIT, **k), _IMAGE, quick=True,
-    ),
-    _layer(
-        "DepthwiseConv2D 31x31", "DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput",
-        lambda **k: L.DepthwiseConv2D(31, **_FIT, **k), positive(1, 32, 32, 8),
-        crashes_onednn=True,
-    ),
-    _layer(
-        "SeparableConv1D", f"BiasAddGrad {_DEPTHWISE} Conv2DBackpropFilter",
-        lambda **k: L.SeparableConv1D(4, 3, **_FIT, **k), _SEQUENCE, roundings=2,
-    ),
-    _layer(
-        "SeparableConv2D", f"BiasAddGrad {_DEPTHWISE} Conv2DBackpropFilter",
-        lambda **k: L.SeparableConv2D(4, 3, **_FIT, **k), _IMAGE, roundings=2,
-    ),
-    _layer("RepeatVector", "Sum", lambda **k: L.RepeatVector(TERMS, **k), positive(1, 4)),
-    *(
-        _layer(name, "Sum", make, positive(512, 8, 4, scale=0.25), roundings=8)
-        for name, make in (
-            ("SimpleRNN", lambda **k: L.SimpleRNN(4, **k)),
-            ("LSTM", lambda **k: L.LSTM(4, **k)),
-            ("GRU", lambda **k: L.GRU(4, **k)),
-        )
-    ),
-    _layer(
-        "GlobalAveragePooling1D", "Mean", lambda **k: L.GlobalAveragePooling1D(**k), _LONG
-    ),
-    _layer(
-        "GlobalAveragePooling2D", "Mean", lambda **k: L.GlobalAveragePooling2D(**k), _IMAGE,
-        quick=True,
-    ),
-    _layer(
-        "GlobalAveragePooling3D", "Mean", lambda **k: L.GlobalAveragePooling3D(**k), _VOLUME
-    ),
-    _layer(
-        "Embedding", "UnsortedSegmentSum", lambda **k: L.Embedding(4, 8, **k),
-        lambda random: np.zeros((4, 4096), "int32"), quick=True,
-    ),
-    # Without biases: the keys' one has no gradient.
-    _layer(
-        "MultiHeadAttention", "Einsum Sum",
-        lambda **k: L.MultiHeadAttention(2, 8, use_bias=False, **k), positive(16, 256, 8, scale=0.25),
-        positive(16, 256, 8, scale=0.25), roundings=8,
-    ),
-    _layer(
-        "GroupQueryAttention", "Einsum Sum",
-        lambda **k: L.GroupQueryAttention(8, 2, 1, use_bias=False, **k), positive(16, 256, 8, scale=0.25),
-        positive(16, 256, 8, scale=0.25), roundings=8,
-    ),
-    *(
-        _layer(
-            f"{kind}Pooling{rank}D, overlapping", f"{row}{'3D' if rank == 3 else ''}Grad",
-            lambda kind=kind, rank=rank, size=size, **k: getattr(L, f"{kind}Pooling{rank}D")(
-                size, 1, **_FIT, **k
-            ),
-            (peak if kind == "Max" else positive)(*shape),
-        )
-        for kind, row in (("Average", "AvgPool"), ("Max", "MaxPool"))
-        for rank, size, shape in (
-            (1, 511, (1, 1024, 8)), (2, 31, (1, 64, 64, 8)), (3, 9, (1, 16, 16, 16, 4))
-        )
-    ),
-    _layer("AveragePooling1D", "AvgPool", lambda **k: L.AveragePooling1D(4096, **k), _SEQUENCE),
-    _layer(
-        "AveragePooling2D", "AvgPool", lambda **k: L.AveragePooling2D(32, **k), _IMAGE, quick=True
-    ),
-    _layer(
-        "AveragePooling3D", "AvgPool3D", lambda **k: L.AveragePooling3D(16, **k), _VOLUME
-    ),
-    _layer(
-        "UpSampling2D", "ResizeNearestNeighborGrad", lambda **k: L.UpSampling2D(64, **k),
-        positive(1, 2, 2, 8), quick=True,
-    ),
-    _layer(
-        "Resizing", "ResizeNearestNeighborGrad",
-        lambda **k: L.Resizing(128, 128, "nearest", **k), positive(1, 2, 2, 8),
-    ),
-)  # fmt: skip

@@ -1,14 +1,14 @@
 """Ops with kernels in low precision that have no row in `tfamp.planning.kernels`, and why not.
 
-One set of names by reason. An op of a new TensorFlow belongs to one of them, or into the table after
-`python tests/kernels/facts.py` has measured it.
+One set of names for each reason. An op of a new TensorFlow belongs to one of them, or into
+the table after a case in `kernel_cases` has measured it.
 """
 
 from __future__ import annotations
 
 import re
 
-# Internal ops: oneDNN's and the graph optimizer's forms of ops that are listed under their own name.
+# Forms that oneDNN and the graph optimizer give to ops listed under their own names.
 INTERNAL = re.compile(r"_+Mkl\w+|_Fused\w+|_QuantizedMatMul|_UnaryOpsComposition")
 
 _TEXT: dict[str, str] = {
@@ -107,7 +107,7 @@ _TEXT: dict[str, str] = {
     "measured: adds up in float32, or is within four roundings": """
         BatchMatMul BatchMatMulV2 BatchMatMulV3 Conv2D Conv3DBackpropInputV2 FusedBatchNormGradV2
         FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 FusedPadConv2D
-        FusedResizeAndPadConv2D LSTMBlockCell LogSoftmax MatMul Softmax
+        FusedResizeAndPadConv2D LogSoftmax MatMul Softmax
         SoftmaxCrossEntropyWithLogits SparseMatMul SparseReduceSum SparseReduceSumSparse
         SparseSegmentMean SparseSegmentMeanGrad SparseSegmentMeanGradV2
         SparseSegmentMeanWithNumSegments SparseSegmentSqrtN SparseSegmentSqrtNGrad
@@ -117,7 +117,10 @@ _TEXT: dict[str, str] = {
     """,
     "a few values in each result: windows of interpolation, edges, matrices": """
         BatchMatrixInverse CropAndResize Dilation2D ImageProjectiveTransformV2
-        ImageProjectiveTransformV3 LSTMBlockCellGrad MatrixInverse MirrorPadGrad Qr
+        ImageProjectiveTransformV3 MatrixInverse MirrorPadGrad Qr
+    """,
+    "recurrent cells: MatMul's kernel, and a few roundings for each gate": """
+        BlockLSTM BlockLSTMV2 LSTMBlockCell LSTMBlockCellGrad
     """,
     "results in float32 or integers, whatever the input is": """
         Bincount CropAndResizeGradBoxes DenseBincount HistogramFixedWidth IsotonicRegression

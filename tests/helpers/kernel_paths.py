@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -90,7 +91,7 @@ def _relative(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Values that a low dtype holds, so that converting them costs nothing; integers as they are."""
+    """Values that a low dtype holds, so that converting them is exact; integers as they are."""
     return values.astype(dtype).astype("float32") if values.dtype.kind == "f" else values
 
 
@@ -123,6 +124,7 @@ def _wide_result(case: KernelCase, arrays: Sequence[np.ndarray]) -> Any:
         return case.call(*(tf.cast(array, "float32") for array in arrays))  # No float64 kernel.
 
 
+@functools.cache
 def op_call(case: KernelCase, dtype: str) -> OpCall:
     """The call of a raw case's op in its graph, as plans look it up in the table of kernels."""
 

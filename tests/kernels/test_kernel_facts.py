@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers import kernel_paths
-from helpers.kernel_cases import FUNCTION_CASES, LAYER_CASES, RAW_CASES, KernelCase
+from helpers.kernel_cases import RAW_CASES, KernelCase
+from helpers.kernel_path_cases import FUNCTION_CASES, LAYER_CASES
 from helpers.kernel_paths import FUNCTION_PATHS, LAYER_PATHS, limit
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import tf_private
@@ -80,7 +81,7 @@ def test_a_kernel_is_as_exact_as_its_row_says(case, dtype):
         )
 
 
-@pytest.mark.parametrize(("case", "path", "dtype"), _path_runs())
+@pytest.mark.parametrize(("case", "path", "dtype"), [*_path_runs()])
 def test_a_path_is_as_exact_as_float32(case, path, dtype):
     _skip_what_crashes(case, dtype)
     found = kernel_paths.deviations(case, path, dtype)
