@@ -1,4 +1,4 @@
-"""What TensorFlow's kernels do in low precision: the one table of these facts; framework-free.
+"""Facts about TensorFlow's kernels in low precision, in one table; framework-free.
 
 A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
 sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
@@ -6,7 +6,7 @@ as every node has the dtype that it should have. Rewrites, autocast, policies an
 table, and tests/kernels measures it.
 
 Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
-`python tests/kernels/facts.py` to measure anew. A kernel counts as exact if its error is at most
+`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
 four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
 in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
 `reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
