@@ -169,7 +169,7 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
     ),
     _function(
         "attention", "Einsum", _attention, positive(1, 8, 16), positive(1, 1024, 16),
-        positive(1, 1024, 16), wrt=(2,), roundings=3,
+        positive(1, 1024, 16), wrt=(2,), roundings=2,
     ),
     *(
         _function(
@@ -363,15 +363,17 @@ LAYER_CASES: tuple[KernelCase, ...] = (
     ),
     _layer(
         "SeparableConv1D", f"BiasAddGrad {_DEPTHWISE} Conv2DBackpropFilter",
-        lambda **k: L.SeparableConv1D(4, 3, **_FIT, **k), _SEQUENCE, roundings=2,
+        lambda **k: L.SeparableConv1D(4, 3, **_FIT, **k),
+        positive(4, 4096, 8, scale=0.25), roundings=2,
     ),
     _layer(
         "SeparableConv2D", f"BiasAddGrad {_DEPTHWISE} Conv2DBackpropFilter",
-        lambda **k: L.SeparableConv2D(4, 3, **_FIT, **k), IMAGE, roundings=2,
+        lambda **k: L.SeparableConv2D(4, 3, **_FIT, **k),
+        positive(1, 128, 128, 8, scale=0.25), roundings=2,
     ),
     _layer("RepeatVector", "Sum", lambda **k: L.RepeatVector(TERMS, **k), positive(1, 4)),
     *(
-        _layer(name, "Sum", make, positive(512, 8, 4, scale=0.25), roundings=8)
+        _layer(name, "Sum", make, positive(512, 8, 4, scale=0.25), roundings=4)
         for name, make in (
             ("SimpleRNN", lambda **k: L.SimpleRNN(4, **k)),
             ("LSTM", lambda **k: L.LSTM(4, **k)),
@@ -396,12 +398,12 @@ LAYER_CASES: tuple[KernelCase, ...] = (
     _layer(
         "MultiHeadAttention", "Einsum Sum",
         lambda **k: L.MultiHeadAttention(2, 8, use_bias=False, **k),
-        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=8,
+        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=2,
     ),
     _layer(
         "GroupQueryAttention", "Einsum Sum",
         lambda **k: L.GroupQueryAttention(8, 2, 1, use_bias=False, **k),
-        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=8,
+        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=2,
     ),
     *(
         _layer(
