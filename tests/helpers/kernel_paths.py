@@ -59,7 +59,7 @@ def has_cpu_kernel(op: str, dtype: str) -> bool:
 def deviations(case: KernelCase, path: str, dtype: str) -> list[Deviation]:
     """Runs a case in float32 and by a path; returns the deviation of each result."""
     if path == "raw":
-        return _deviations(["result"], *_raw_results(case, dtype))
+        return _deviations(["result", "result in a graph"], *_raw_results(case, dtype))
     return (_layer_deviations if _is_layer(path) else _function_deviations)(case, path, dtype)
 
 
@@ -112,9 +112,11 @@ def _upstream(shape: Sequence[int], dtype: str) -> np.ndarray:
 
 
 def _raw_results(case: KernelCase, dtype: str) -> tuple[list[Any], list[Any]]:
+    """The results of an eager op and of one in a graph, for which oneDNN has more kernels."""
     arrays = arrays_of(case, dtype)
-    low = case.call(*(tf.cast(array, dtype) for array in arrays))
-    return [tf.cast(low, "float64")], [tf.cast(_wide_result(case, arrays), "float64")]
+    low = [tf.cast(array, dtype) for array in arrays]
+    found = [case.call(*low), tf.function(case.call, autograph=False)(*low)]
+    return _wide(found), _wide([_wide_result(case, arrays)] * 2)
 
 
 def _wide_result(case: KernelCase, arrays: Sequence[np.ndarray]) -> Any:
