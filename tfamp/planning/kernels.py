@@ -404,7 +404,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
         )
     ),
-    # Pooling, resizing, morphology.
+    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse than
+    # Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
     KernelFact(
         op="AvgPool",
         low=_in(eigen=_BOTH),
