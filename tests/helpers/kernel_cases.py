@@ -57,7 +57,7 @@ class KernelCase:
 
 
 def positive(*shape: int, scale: float = 1.0) -> Data:
-    return lambda random: random.uniform(0.5 * scale, 1.5 * scale, shape)
+    return lambda random: random.uniform(scale, 1.1 * scale, shape)
 
 
 def near_one(*shape: int, most: float = 0.02) -> Data:
@@ -273,6 +273,14 @@ RAW_CASES: tuple[KernelCase, ...] = (
         ),
         positive(3, 3, 1, 2048),
         positive(1, 5, 5, 2048),
+    ),
+    _raw(
+        "Conv3DBackpropInputV2",
+        lambda f, d: R.Conv3DBackpropInputV2(
+            input_sizes=[1, 5, 5, 5, 1], filter=f, out_backprop=d, strides=[1] * 5, padding="VALID"
+        ),
+        positive(3, 3, 3, 1, 1024),
+        positive(1, 3, 3, 3, 1024),
     ),
     _filter_gradient("Conv3DBackpropFilterV2", [1, 1, 1, 1, 1], *[positive(1, 32, 32, 32, 1)] * 2),
     *(

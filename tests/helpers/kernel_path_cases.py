@@ -217,7 +217,7 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
         positive(1, 3, 3, 3, 1024), positive(3, 3, 3, 1024, 4),
     ),
     _function(
-        "conv3d_transpose", "Conv3D Conv3DBackpropFilterV2",
+        "conv3d_transpose", "Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2",
         lambda d, f: tf.nn.conv3d_transpose(d, f, (1, 5, 5, 5, 1024), [1] * 5, "VALID"),
         positive(1, 3, 3, 3, 4), positive(3, 3, 3, 1024, 4),
     ),

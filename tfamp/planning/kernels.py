@@ -256,7 +256,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     ),
     KernelFact(op="Prod", low=_in(eigen=_BOTH, gpu=_BOTH)),
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
-    KernelFact(op="L2Loss", low=_in(gpu=_BOTH)),
+    # In bfloat16 a CPU's squares are rounded before they are added up.
+    KernelFact(op="L2Loss", low=_in(eigen=_BF16, gpu=_BOTH), terms="unknown"),
     KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
         op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
