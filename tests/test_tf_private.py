@@ -112,6 +112,12 @@ def _loaded():
         return tf.saved_model.load(directory).run
 
 
+def _recorded(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        return tf.tanh(x)
+
+
 def _accumulate():
     x = tf.constant(X)
     with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
@@ -121,7 +127,9 @@ def _accumulate():
 REACHED_BY = {
     "TFE_Py_FastPathExecute": lambda: tf.matmul(X, X),
     "_apply_op_helper": lambda: _trace(lambda x: tf.matmul(x, x), FLOATS),
+    "record_gradient": lambda: _trace(_recorded, FLOATS),
     "cast": lambda: tf.cast(tf.constant(X), tf.float64),
+    "linalg.expm": lambda: tf.linalg.expm(X),
     "dtypes.cast": lambda: tf.dtypes.cast(tf.constant(X), tf.float64),
     "_create_graph_constant": lambda: _trace(lambda: tf.constant(1.0)),
     "GradientTape.gradient": lambda: (lambda tape, y, x: tape.gradient(y, x))(*_tape()),

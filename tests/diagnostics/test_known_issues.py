@@ -38,6 +38,7 @@ CASES = {
     "tensor-float-32": dataclasses.replace(gpu("A100", 8, 0), tensor_float_32=True),
     "batch-norm-transposes": dataclasses.replace(gpu("A100", 8, 0), nhwc_batch_norm=False),
     "auto-is-slower": dataclasses.replace(SOUND, speed_of_auto=0.6),
+    "sums-in-low-variables": dataclasses.replace(SOUND, inexact_ops=("ResourceScatterAdd",)),
     "onednn-off": dataclasses.replace(SOUND, onednn=False),
 }
 

@@ -79,3 +79,22 @@ def test_a_lost_function_is_named():
     after = tf.compat.v1.GraphDef(node=before.node)
     with pytest.raises(tfamp.RewriteError, match="function .* was lost"):
         rewrite.verify_rewrite(GraphEditor(after), decision.scopes, decision.plan)
+
+
+def test_a_low_node_that_adds_up_low_is_found(monkeypatch):
+    @tf.function
+    def pooled(x):
+        x = tf.nn.avg_pool2d(tf.nn.conv2d(x, tf.ones((1, 1, 4, 4)), 1, "SAME"), 32, 32, "SAME")
+        return tf.nn.conv2d(x, tf.ones((1, 1, 4, 4)), 1, "SAME")
+
+    graph = pooled.get_concrete_function(tf.TensorSpec((1, 64, 64, 4))).graph.as_graph_def()
+    how = {"dtype": "float16", "device": "cpu"}
+    lists = OpLists.default("float16", "cpu")
+    plan = rewrite_graph_def(graph, ["Identity:0"], **how, op_lists=lists).plan
+    assert {node.op: node.dtype for node in plan.nodes}["AvgPool"] == "float32"
+    forced = rewrite_graph_def(graph, ["Identity:0"], **how, force_low=["AvgPool"]).plan
+    assert {node.op: node.dtype for node in forced.nodes}["AvgPool"] == "float16"
+    # A decision that forgets the table.
+    monkeypatch.setattr("tfamp.planning.decision.inexact_nodes", lambda index, options: ())
+    with pytest.raises(tfamp.RewriteError, match=r"AvgPool.*it is low: Eigen's kernel.*1024"):
+        rewrite_graph_def(graph, ["Identity:0"], **how)

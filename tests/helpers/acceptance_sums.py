@@ -30,14 +30,31 @@ def gradient(upstream, forward, x):
     return tf.convert_to_tensor(tape.gradient(loss, x))
 
 
+def _product(x):
+    """Returns its argument as a low product, with which a rewrite begins."""
+    return x @ tf.eye(COLUMNS, dtype=x.dtype)
+
+
+def sums(rows: int) -> dict:
+    """Returns a function for each op that adds up rows."""
+    halves = tf.range(rows) % 2
+    return {
+        "Sum": lambda x: tf.reduce_sum(_product(x), 0),
+        "Cumsum": lambda x: tf.cumsum(_product(x))[-1],
+        "UnsortedSegmentSum": lambda x: tf.math.unsorted_segment_sum(_product(x), halves, 2),
+        "SegmentMean": lambda x: tf.math.segment_mean(_product(x), tf.sort(halves)),
+        "ScatterNd": lambda x: tf.scatter_nd(halves[:, None], _product(x), (2, COLUMNS)),
+    }
+
+
 def cases(rows: int) -> dict:
     """Returns a function for each sum, and the shapes of its arguments."""
-    pixels = (rows // 16, 16, 4)
+    pixels, side = (rows // 16, 16, 4), int(rows**0.5)
 
     def depthwise(shape):
         def filter_gradient(upstream, x, filters):
             forward = lambda w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME")  # noqa: E731
-            return gradient(upstream, forward, filters)
+            return gradient(upstream / 8, forward, filters)  # Less than float16's largest.
 
         upstream = (8, *pixels[:2], shape[2] * shape[3])
         return filter_gradient, (upstream, (8, *pixels), shape)
@@ -49,14 +66,20 @@ def cases(rows: int) -> dict:
         index = tf.range(rows) % 2
         return gradient(upstream, lambda t: tf.gather(tf.identity(t), index), table)
 
-    def total(x):
-        return tf.reduce_sum(x @ tf.eye(COLUMNS, dtype=x.dtype), 0)
+    def enlarged(upstream, x):
+        method = tf.image.ResizeMethod.NEAREST_NEIGHBOR
+        return gradient(upstream, lambda t: tf.image.resize(t, [side, side], method), x)
 
-    wide = (rows, COLUMNS)
+    def pooled(upstream, x):
+        return gradient(upstream, lambda t: tf.nn.avg_pool2d(t, 15, 1, "SAME"), x)
+
+    wide, image = (rows, COLUMNS), (1, 32, 32, 4)
     return {
         "gradient of a bias": (bias, (wide, wide, (COLUMNS,))),
-        "Sum": (total, (wide,)),
+        **{name: (function, (wide,)) for name, function in sums(rows).items()},
         "gradient of an embedding": (embedding, (wide, (2, COLUMNS))),
+        "gradient of nearest resizing": (enlarged, ((1, side, side, 4), (1, 1, 1, 4))),
+        "gradient of overlapping pools": (pooled, (image, image)),
         **{f"depthwise filter {name}": depthwise(shape) for name, shape in FILTERS.items()},
     }
 
@@ -82,9 +105,18 @@ def errors(dtype: str, rows: int) -> dict[str, dict]:
         found[name] = {
             "products": sorted(ops.get("MatMul", ops.get("BatchMatMulV2", {"none"}))),
             "tfamp": error(ours(*given), expected, dtype),
+            "autocast": error(_under_autocast(function, dtype)(*given), expected, dtype),
             "TensorFlow": error(tf.function(function)(*low), expected, dtype),
         }
     return found
+
+
+def _under_autocast(function, dtype: str):
+    def run(*args):
+        with tfamp.autocast(dtype):
+            return function(*args)
+
+    return tf.function(run)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,10 @@ def test_cpuinfo(text, model, flag):
 
 @pytest.fixture
 def undetected():
+    hardware._cpu.cache_clear()
     hardware._detected.cache_clear()
     yield
+    hardware._cpu.cache_clear()
     hardware._detected.cache_clear()
 
 
@@ -113,6 +115,7 @@ def test_gpus_are_those_that_are_not_hidden_known_or_not(undetected, monkeypatch
     assert has_fused_kernel("float32", 1e-6)
     visible.append(gpu)
     details.clear()
+    hardware._cpu.cache_clear()
     hardware._detected.cache_clear()
     assert hardware.detect().gpus == (Gpu("unknown GPU", None),)
 

@@ -17,6 +17,8 @@ import tfamp
 from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
+from tfamp.machine.hardware import onednn_dtypes
+from tfamp.planning import kernels
 
 DTYPES = ("float16", "bfloat16")
 RAW = tf.raw_ops
@@ -171,7 +173,9 @@ def test_what_only_the_cpu_computes_in_low_precision_stays_float32_on_a_gpu(low,
                     on_cpu = built(op, [low], {attr})
         found = node.get_attr(attr).name, on_cpu.get_attr(attr).name
         writes = any(each.dtype == tf.resource for each in tf_private.op_inputs(op))
-        assert found == ("float32", "float32" if writes or op in lists.float32 else low), op
+        assert found[0] == "float32", op
+        if not kernels.facts_of(op, low, "cpu", onednn_dtypes()):  # Else it depends on shapes.
+            assert found[1] == ("float32" if writes or op in lists.float32 else low), op
         walked.add(op)
     assert walked >= {"RGBToHSV", "TensorScatterAdd", "TensorScatterUpdate"}
     assert low == "float16" or walked >= {"FloorMod", "MulNoNan", "Softsign"}

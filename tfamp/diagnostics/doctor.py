@@ -27,6 +27,7 @@ from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.interop.keras_hooks import HOW_TO_CHANGE, runs_tensorflow
 from tfamp.interop.tf_private import uses_onednn
 from tfamp.machine import hardware
+from tfamp.planning.kernels import UNMENDABLE
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
@@ -213,6 +214,7 @@ class Environment:
         nhwc_batch_norm: Whether cuDNN may normalize NHWC tensors in training as they are.
         speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by the
             machine profile; None if that policy is float32.
+        inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such dtypes.
     """
 
     hardware: hardware.Hardware
@@ -224,6 +226,7 @@ class Environment:
     tensor_float_32: bool = True
     nhwc_batch_norm: bool = True
     speed_of_auto: float | None = None
+    inexact_ops: tuple[str, ...] = ()
 
 
 def read_environment(found: hardware.Hardware) -> Environment:
@@ -238,6 +241,7 @@ def read_environment(found: hardware.Hardware) -> Environment:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         tensor_float_32=tf.config.experimental.tensor_float_32_execution_enabled(),
         nhwc_batch_norm=os.environ.get(_PERSISTENT, "0").lower() not in ("0", "false"),
+        inexact_ops=tuple(UNMENDABLE) if found.gpus or found.cpu_bfloat16 else (),
     )
 
 
@@ -321,8 +325,8 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
         lambda e: _gpu(e, lambda gpu: gpu.native == ("float16",)),
         "On {0} TensorFlow sums float16 tensors in float16: keras.ops.sum overflows from 65520 on "
         "and rounds at every addition. Means have a float32 accumulator.",
-        "Cast to float32 before the sums of layers of your own, or train at level O1 or under "
-        "tfamp.autocast, which keep sums in float32.",
+        "Rewrites, autocast and the layers of a policy sum in float32. Cast to float32 before sums "
+        "outside of these.",
         f"{_KERNELS}/reduction_gpu_kernels.cu.h",
     ),
     "batch-norm-transposes": (
@@ -352,6 +356,13 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
         'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" convert '
         "only what this machine runs faster, and tfamp.tune measures it.",
         f"{_PAGES}/benchmarks.md",
+    ),
+    "sums-in-low-variables": (
+        lambda e: ", ".join(e.inexact_ops),
+        "These add to a variable in its own dtype, and tfamp leaves that dtype alone: {0}. In "
+        "bfloat16 such a sum stops growing at 256 times its terms, in float16 at 2048 times.",
+        "Store what you count or average in float32, as tfamp's policies store all weights.",
+        f"{_PAGES}/guides/policy.md",
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,

@@ -36,6 +36,7 @@ from tfamp.diagnostics.nonfinite_step import (
     trace_step,
 )
 from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
+from tfamp.planning import kernels
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
 
@@ -456,7 +457,8 @@ class _Walk:
 def _explained(runs: _Runs, path: Path) -> Finding:
     step, nodes = runs.step, runs.nodes
     place = path[-1]
-    inputs = runs.observed(nodes.inputs[place])
+    named = _guarded_op(nodes, place)
+    inputs = runs.observed(nodes.inputs[named])
     outputs = runs.observed(sorted(nodes.outputs[place]))
     bad = [key for key in outputs if runs.low[key].is_bad]
     execution = min((runs.low[key].bad_at for key in bad), default=0)
@@ -468,8 +470,8 @@ def _explained(runs: _Runs, path: Path) -> Finding:
     return Finding(
         **cause,
         stage=stage,
-        op=nodes.at[place].op,
-        node=place[1],
+        op=nodes.at[named].op,
+        node=named[1],
         layer=_layer_or_scope(layer, nodes.at[place]),
         layer_class=None if layer is None else type(layer).__name__,
         variable=(gradient_of or read) if stage == "backward" else read,
@@ -484,6 +486,14 @@ def _explained(runs: _Runs, path: Path) -> Finding:
         is_constant=nodes.is_constant(place),
         is_logits=read is None and _reaches_softmax(nodes, place),
     )
+
+
+def _guarded_op(nodes: _Nodes, place: Place) -> Place:
+    """The op that `kernel_guard` runs in float32 before a Cast; the given place for any other."""
+    sources = nodes.sources(place) if nodes.at[place].op == "Cast" else []
+    guarded = [each for each in sources if nodes.at[each].op in kernels.OPS]
+    raised = (each for each in guarded if "Cast" in {nodes.at[s].op for s in nodes.sources(each)})
+    return next(raised, place)
 
 
 def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tfamp.graph.editor import (
 from tfamp.graph.functions import attribute_text, function_attributes, reached_bodies
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
 from tfamp.machine.hardware import detect
+from tfamp.planning.kernels import OPS
 from tfamp.planning.options import SUCCESSORS
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -151,8 +152,7 @@ class _Indexer:
         if op in self.body.library:
             calls = (("", op), *calls)
         position = len(self.nodes)
-        equation = attribute_text(node, "equation") if op == "Einsum" else ""
-        rest = device, calls, own.uses_references, equation
+        rest = device, calls, own.uses_references, _summing_attributes(node)
         self._register(kind, tensor_inputs(node), node.name, op, *rest)
         if op == "ReadVariableOp":
             time = (device, *sorted(node.input))
@@ -185,12 +185,12 @@ class _Indexer:
         device: str = "",
         calls: tuple[tuple[str, str], ...] = (),
         uses_references: bool = False,
-        equation: str = "",
+        attrs: Mapping[str, Any] | None = None,
     ) -> None:
         position, first = len(self.nodes), len(self.slots)
         self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
         own = tuple(range(first, len(self.slots)))
-        node = IndexedNode(name, op, device, calls, uses_references, own, equation)
+        node = IndexedNode(name, op, device, calls, uses_references, own, attrs or {})
         if self.positions.setdefault(name, position) != position:
             raise self.body.error(node, "another node has the same name")
         self.nodes.append(node)
@@ -297,6 +297,17 @@ def largest_finite(tensor: Any) -> float:
         return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
     sizes = np.abs(np.frombuffer(content, np.float32) if content else np.array(numbers, "float32"))
     return float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
+
+
+def _summing_attributes(node: Any) -> dict[str, Any]:
+    """The attributes of a node that decide how many values it adds up for each result."""
+    if node.op not in OPS:
+        return {}
+    found: dict[str, Any] = {
+        name: list(node.attr[name].list.i) for name in ("ksize", "strides") if name in node.attr
+    }
+    texts = [name for name in ("data_format", "equation") if name in node.attr]
+    return found | {name: attribute_text(node, name) for name in texts}
 
 
 def _places(args: Iterable[Any], values: Mapping[str, Any]) -> list[_Place]:

@@ -38,16 +38,8 @@ _BFLOAT16_ALLOW_ADDED = op_sets.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
 # gradients of tanh-GELU and of a squared loss; an unlisted op also blocks its neighbours, such as
 # the gradient of layer normalization.
 _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
-# The CPU's bfloat16 kernel accumulates in bfloat16: from 256 rows on small terms are lost, and the
-# gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it). The
-# GPU's accumulates in float32 within a block, and across blocks atomically in bfloat16.
-_BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
-# So do these on CPUs: in bfloat16 the mean of 32 x 32 pixels of 0.75 is 1 (the same file shows it);
-# in float16 means over larger windows lose digits.
-_POOLING = frozenset({"AvgPool", "AvgPool3D"})
-# So do the gradient of nearest upsampling and ScatterNd: half of 1024 equal terms is lost. The
-# results of ResizeBilinear are float32, and XLA does not compile such gradients.
-_BFLOAT16_CLEAR_DROPPED = frozenset({"ResizeBilinear", "ResizeNearestNeighborGrad", "ScatterNd"})
+# Its results are float32, and XLA does not compile the gradients that a Cast behind it has.
+_BFLOAT16_CLEAR_DROPPED = frozenset({"ResizeBilinear"})
 # Loop variables may be low, together with the body. Grappler's bfloat16 list has loops, but leaves
 # their bodies float32. Not conditionals: a branch may return its argument as it is.
 _CLEAR_ADDED = LOOPS
@@ -289,7 +281,6 @@ def default_lists(dtype: str, device: str) -> OpLists:
     lists = _grappler_lists(dtype)
     lists = dataclasses.replace(
         lists,
-        infer=lists.infer - _POOLING if device == "cpu" else lists.infer,
         clear=lists.clear | _CLEAR_ADDED,
         exact_statistics=True,
     )
@@ -297,7 +288,7 @@ def default_lists(dtype: str, device: str) -> OpLists:
         return dataclasses.replace(
             lists,
             allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
-            infer=(lists.infer | _BFLOAT16_INFER_ADDED) - _BFLOAT16_INFER_DROPPED,
+            infer=lists.infer | _BFLOAT16_INFER_ADDED,
             deny=lists.deny - _BFLOAT16_INFER_ADDED,
             clear=lists.clear - _BFLOAT16_CLEAR_DROPPED,
         )

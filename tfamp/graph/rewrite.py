@@ -24,7 +24,15 @@ from tfamp.machine import hardware
 from tfamp.planning import structures
 from tfamp.planning.decision import Decision, PaintedScope, decide
 from tfamp.planning.exact_values import CHOICES
-from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
+from tfamp.planning.inexact_kernels import inexact_nodes
+from tfamp.planning.options import (
+    COLORS,
+    SUCCESSORS,
+    GraphUse,
+    OpColors,
+    RewriteOptions,
+    check_choice,
+)
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import RewriteResult
 
@@ -127,12 +135,22 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     # The placement "lists" needs no measurement: its plan only holds estimated times.
     if profile is None and options.placement != "lists":
         profile = hardware.find_profile().profile
+    defaults = default_lists(options.dtype, kind)
+    lists = options.op_lists or defaults
     return dataclasses.replace(
         options,
         device=kind,
-        op_lists=options.op_lists or default_lists(options.dtype, kind),
+        op_lists=lists,
+        onednn=hardware.onednn_dtypes(),
+        moved_ops=_moved_ops(lists, defaults),
         profile=profile if isinstance(profile, MachineProfile) else hardware.profile_of(kind),
     )
+
+
+def _moved_ops(lists: OpColors, defaults: OpLists) -> frozenset[str]:
+    """The ops that lists have on another list than the defaults, or that the caller put on one."""
+    moved = (getattr(lists, color) - getattr(defaults, color) for color in COLORS)
+    return frozenset().union(getattr(lists, "as_given", ()), *moved)
 
 
 class Pass(NamedTuple):
@@ -164,12 +182,7 @@ def _on_cpus(options: RewriteOptions) -> bool:
     return options.device == "cpu" and _not_grapplers(options)
 
 
-def _in_bfloat16(options: RewriteOptions) -> bool:
-    return options.dtype == "bfloat16" and _not_grapplers(options)
-
-
 _FILTER_GRADIENTS = structures.op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
-_BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries_plan=True)
 # All passes, in the order in which they run. The first ones are equivalence-preserving and make a
 # graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
 # have XLA compile them.
@@ -177,7 +190,7 @@ PASSES = (
     Pass("loop_sums", structures.LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
     Pass("loop_reads", structures.LOOPS, lambda options: True),
-    _BIAS_SUMS,
+    Pass("bias_sums", frozenset({"BiasAddGrad"}), _not_grapplers, carries_plan=True),
     Pass("constants", CHOICES, _not_grapplers, carries_plan=True, in_frames=True),
     Pass("fusion", None, lambda options: options.placement == "fused", carries_plan=True),
 )
@@ -251,10 +264,6 @@ def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
 @collector_paused()
 def decided(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
     """Decides about a graph, which is not modified."""
-    if _BIAS_SUMS in _passes_for(prepared.graph, options, carries_plan=True):
-        from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
-
-        options = with_sums(options, prepared.graph)
     return decide(prepared.indexes, prepared.weights, options, use)
 
 
@@ -266,6 +275,7 @@ def convert_prepared(
     with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
+        verify_sums(decision.scopes, options)
         _run(passes, graph, options, decision.plan)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
@@ -357,6 +367,19 @@ def verify_rewrite(
                 if needs_cast != (structures.node_name(tensor) in casts):
                     cause = f"its input {edge.tensor!r} has another dtype than the node takes"
                     raise _violation(f"node {node.name!r}", cause)
+
+
+def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
+    """Checks that no low node adds up low, by the table of kernels, but where the caller forced it.
+
+    A RewriteError names one that does. Grappler's lists convert it.
+    """
+    for painted in scopes if _not_grapplers(options) else ():
+        for position, reason in inexact_nodes(painted.index, options):
+            node = painted.index.nodes[position]
+            rules = {painted.low[slot].rule for slot in node.slots if slot in painted.low}
+            if rules - {"force_low"}:
+                raise _violation(f"node {node.name!r} ({node.op})", f"it is low: {reason.text}")
 
 
 def _dtype_now(body: GraphEditor, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:

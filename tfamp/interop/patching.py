@@ -35,6 +35,8 @@ _KERAS_AND_PUBLIC = (
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Reads the dtype's eps, which NumPy does not have for bfloat16.
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
+    # Powers of the matrix, and a solver that multiplies their rounding errors.
+    ("in_float32", "tensorflow:linalg.expm"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
@@ -47,6 +49,8 @@ _PRIVATE_TENSORFLOW = (
     # and through the second while a graph is built, however the wrapper was imported.
     ("eager_op", "pywrap_tfe:TFE_Py_FastPathExecute"),
     ("graph_op", "framework.op_def_library:_apply_op_helper"),
+    # Called for an op of a graph that a tape is to record, once the op exists.
+    ("record_gradient", "eager.execute:record_gradient"),
     ("cast", "ops.gen_math_ops:cast"),
     ("constant", "framework.ops:_create_graph_constant"),
     ("paused", "eager.imperative_grad:imperative_grad"),
@@ -114,6 +118,8 @@ RESULTS_CAST_BACK = {
     *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
     ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
     ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
+    # What rules out accidental hits is float32's smallest number, and infinite in low precision.
+    ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
 # Functions that check dtypes before they run an op. The first reject low precision, or sum squares,
@@ -296,7 +302,7 @@ class _Replaced:
     """A symbol or a method of one object, with the replacement."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        self.owner, self.name, self.active = owner, name, True
+        self.owner, self.name, self.around, self.active = owner, name, around, True
         # Not getattr, which searches parent classes. None where an object inherits the method.
         self.before = _in_use(vars(owner).get(name))
         original = getattr(owner, name) if self.before is None else self.before
@@ -359,6 +365,16 @@ def wrap_method(obj: Any, name: str, around: Callable[..., Any]) -> Callable[[],
     Returns a function that undoes it; `unwrap_methods` does so for all methods of the object.
     """
     return _Replaced(obj, name, around).put_back
+
+
+def is_wrapped_by(obj: Any, name: str, function: Callable[..., Any]) -> bool:
+    """Whether `functools.partial(function, ...)` is around a method of one object."""
+    replaced = _replaced_by(vars(obj).get(name))
+    while replaced is not None:
+        if replaced.active and getattr(replaced.around, "func", None) is function:
+            return True
+        replaced = _replaced_by(replaced.before)
+    return False
 
 
 def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:

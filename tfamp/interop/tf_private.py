@@ -216,6 +216,15 @@ def attr_kinds(op: str) -> dict[str, str]:
     return {attr.name: attr.type for attr in _definition(op).attr}
 
 
+def attr_default(op: str, name: str) -> Any:
+    """The default value of an attribute of an op type, as a Python value; None without one."""
+    attr = next(each for each in _definition(op).attr if each.name == name)
+    value, kind = attr.default_value, attr.default_value.WhichOneof("value")
+    if kind != "list":
+        return getattr(value, kind) if kind else None
+    return next((list(values) for _, values in value.list.ListFields()), [])
+
+
 def _allowed_floats(attr: Any) -> frozenset[str]:
     if attr.type != "type":
         return frozenset()

@@ -18,11 +18,13 @@ from typing import Any
 
 import keras
 
+from tfamp import kernel_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.patching import wrap_method, wrapped_methods
+from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, layer_dtypes
 from tfamp.layers.layer_dtypes import ManagedLayer, WeakMap, graph_of, is_built_in, managed_layers
+from tfamp.planning import kernels
 from tfamp.policy import Policy, prepares_data
 
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
@@ -30,6 +32,7 @@ uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
 _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
+    keras.layers.Average: lambda *_: True,  # adds one tensor after the other
     keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
     keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
     keras.layers.Masking: lambda *_: True,  # compares with a value
@@ -65,10 +68,11 @@ def _noted(running: list[Any], layer: Any) -> Iterator[None]:
 
 
 def protect_values(layer: Any) -> None:
-    """Keeps losses and raw features in float32, as low dtypes cannot hold them.
+    """Keeps losses, raw features and long sums in float32, as low dtypes cannot hold them.
 
     The layer may have any dtype, and its constructor may still be running.
     """
+    guard_kernels(layer)
     add_losses_in_float32(layer)
     if isinstance(layer, keras.layers.Embedding):
         wrap_method(layer, "call", _look_up_exactly)
@@ -251,6 +255,24 @@ def manage(layer: Any, policy: Policy) -> None:
         managed_layers.set(layer, ManagedLayer(policy))
         if isinstance(layer, keras.Model) and policy.float32_outputs:
             cast_outermost(layer)
+
+
+def guard_kernels(layer: Any) -> None:
+    """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
+    known = any(base.__name__ in kernels.LAYERS for base in type(layer).__mro__)
+    if isinstance(layer, keras.Sequential | keras_hooks.functional_class()) or (
+        is_built_in(layer) and not known
+    ):
+        return
+    if not is_wrapped_by(layer, "call", _call_guarded):
+        wrap_method(layer, "call", functools.partial(_call_guarded, layer))
+
+
+def _call_guarded(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if layer.compute_dtype not in LOW_PRECISION:
+        return original(*args, **kwargs)
+    with kernel_guard.guarded():
+        return original(*args, **kwargs)
 
 
 def computing_specs_of(model: Any) -> contextlib.AbstractContextManager[None]:

@@ -270,6 +270,7 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
             layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, now)
+            model_calls.guard_kernels(layer)
             chosen.add(id(layer))
             if before is not None:  # The record stays, to restore the original policy later.
                 set_by_hand.set(layer, True)
@@ -446,6 +447,7 @@ def _set(layer: Any, dtype: str) -> None:
         layer.autocast = True if before is None else before.autocast
     layer_dtypes.managed_layers.set(layer, None)
     layer_dtypes.give_policy(layer, _policy_name(layer, dtype))
+    model_calls.guard_kernels(layer)
     set_by_hand.set(layer, True)
     for node in keras_hooks.inbound_nodes(layer):
         for tensor in node.outputs:

@@ -37,6 +37,12 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and scalar fphp would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+# With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever the
+# CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in `core/graph/mkl_graph_util.h`.
+_ONEDNN_FLAGS = {
+    "bfloat16": frozenset({"avx512f", "amx_bf16", "avx_ne_convert"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16"}),
+}
 
 VARIABLE = "TFAMP_PROFILE"
 _CHOICES = (
@@ -136,12 +142,36 @@ def detect() -> Hardware:
 
 
 @functools.cache
-def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
+def _cpu() -> tuple[str, frozenset[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = f"model name: {platform.processor()}"
-    model, flags = parse_cpuinfo(text)
+    return parse_cpuinfo(text)
+
+
+@functools.cache
+def onednn_dtypes() -> frozenset[str]:
+    """Returns the low dtypes for which TensorFlow runs oneDNN's kernels on this CPU.
+
+    Eigen's kernels run for the others, and add up otherwise: see `tfamp.planning.kernels`. A CPU
+    whose flags cannot be read, or that is not of x86, counts as one without oneDNN.
+
+    Example:
+        >>> onednn_dtypes() <= {"bfloat16", "float16"}
+        True
+    """
+    from tfamp.interop import tf_private
+
+    if not tf_private.uses_onednn():
+        return frozenset()
+    _, flags = _cpu()
+    return frozenset(dtype for dtype, needed in _ONEDNN_FLAGS.items() if flags & needed)
+
+
+@functools.cache
+def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
+    model, flags = _cpu()
     return Hardware(
         cpu_model=model,
         cpu_bfloat16=bool(flags & _BFLOAT16_FLAGS),

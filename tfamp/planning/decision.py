@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots, statistics
+from tfamp.planning.exact_values import ends_of, exact_slots, softmax_gradients, statistics
+from tfamp.planning.inexact_kernels import inexact_nodes
 from tfamp.planning.options import (
     ChosenNodes,
     GraphUse,
@@ -178,50 +179,19 @@ def _idle_patterns(
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
-    """Nodes that need float32: normalizations, measured values, and sums of GPU kernels."""
+    """Nodes that need float32: normalizations, measured values, and sums of low kernels."""
     found: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
         of_scope: dict[int, Reason] = {}
         if options.exact_statistics:
             of_scope.update(statistics(index))
+            of_scope.update(softmax_gradients(index, options.dtype))
         if use.ranges and use.limits:
             of_scope.update(too_large(index, use.ranges, use.limits))
         if options.updates != "low":
-            of_scope.update(_added_over_devices(index))
-        if options.device == "gpu" and options.updates != "low":
-            of_scope.update(_added_up_low(index))
+            of_scope.update(inexact_nodes(index, options))
         found.update((offset + position, reason) for position, reason in of_scope.items())
     return found
-
-
-def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
-    """Sums of tensors of several devices: how gradients are all-reduced without collectives."""
-    devices: dict[int, set[str]] = {}
-    for edge in index.edges:
-        target = index.slots[edge.target].node
-        if index.nodes[target].op == "AddN":
-            devices.setdefault(target, set()).add(index.node_of(edge.source).device)
-    for position, found in devices.items():
-        if len(found - {""}) > 1:
-            yield position, Reason("sum", "it adds tensors of several devices")
-
-
-# Sides of the square filters whose depthwise gradients cuDNN computes, one filter a channel.
-_CUDNN_DEPTHWISE = (1, 3, 5, 7)
-
-
-def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
-    """Filter gradients of depthwise convolutions that GPUs accumulate in the low dtype.
-
-    The kernel adds groups of pixels atomically: in bfloat16 it is off by 25 % over 25,000 pixels.
-    Source: `core/kernels/depthwise_conv_op_gpu.h` and `core/util/use_cudnn.cc` of TensorFlow.
-    """
-    for position, node in enumerate(index.nodes):
-        if node.op == "DepthwiseConv2dNativeBackpropFilter":
-            height, width, _, multiplier = index.shapes.get((position, 0), (None,) * 4)
-            if not (height == width and height in _CUDNN_DEPTHWISE and multiplier == 1):
-                text = "a GPU accumulates it in the low dtype, as cuDNN does not support the filter"
-                yield position, Reason("sum", text)
 
 
 # ---- The plan ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Selects slots that stay float32 for the values they hold, whatever their ops; framework-free.
 
-Five rules, all by structure and none by names:
+Six rules, all by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
   returned, is computed in float32 from the last product on: a loss has float32's digits, and
@@ -12,7 +12,8 @@ Five rules, all by structure and none by names:
   the next softmax or product.
 - **Decompositions.** A matrix that a Qr or Cholesky op takes is float32 from the last product on,
   that product included: these ops multiply rounding errors by a condition number.
-- **Normalizations.** See the second half.
+- **Normalizations.** See the second part.
+- **Gradients of softmaxes** over many values. See the last part.
 
 A product is an op of the allow list. The selected slots stay as they are and the passes work around
 them; unlike a denied op, they do not make the nodes behind them float32.
@@ -21,6 +22,7 @@ them; unlike a denied op, they do not make the nodes behind them float32.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
+from tfamp.planning.kernels import safe_terms
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -571,3 +574,68 @@ class _Tensors:
                 if not inside.isdisjoint(sources) or not found.isdisjoint(sources):
                     found.add(node)
         return reach(found, along(between.__contains__, self._inputs))
+
+    def softmax_gradient(self, softmax: int) -> Iterable[int]:
+        """The nodes that compute `(dy - sum(dy * y)) * y` of a softmax `y`, the softmax included.
+
+        Empty if the scope does not have its gradient.
+        """
+        found: _Ordered = {}
+        for product in self._consumers_of(softmax, _PRODUCTS):
+            upstream = next((n for n in self._inputs[product] if n != softmax), softmax)
+            for total in self._consumers_of(product, _SUMS):
+                for difference in self._consumers_of(total, _MINUS):
+                    if self._inputs[difference] == [upstream, total]:
+                        scaled = self._consumers_of(difference, _PRODUCTS)
+                        last = [node for node in scaled if softmax in self._inputs[node]]
+                        found.update(
+                            dict.fromkeys([softmax, product, total, difference, *last] * bool(last))
+                        )
+        return found
+
+    def _consumers_of(self, node: int, ops: Collection[str]) -> list[int]:
+        return [each for each in self._consumers[node] if self._ops[each] in ops]
+
+
+# ---- Gradients of softmaxes ----------------------------------------------------------------------
+
+# The gradient of a softmax `y` is `(dy - sum(dy * y)) * y`: its sum over the values is zero. Low
+# precision rounds the sum, and with nearly uniform values all of `y` in the same direction: an
+# error common to all, which the product behind, the gradient of the queries of attention, adds up.
+# Rounding errors of `dy` are independent. The error grows with the number of values next to what
+# they have in common.
+
+_PRODUCTS, _SUMS, _MINUS = op_types("Mul"), op_types("Sum"), op_types("Sub")
+# Times `safe_terms`: how many values a low softmax may have whose gradient is computed.
+_SAFE_SOFTMAX = 4
+
+
+def softmax_gradients(index: GraphIndex, dtype: str) -> dict[int, Reason]:
+    """Finds the softmaxes over many values, or an unknown number, that have a gradient.
+
+    Args:
+        index: The scope, with its shapes.
+        dtype: The low dtype.
+
+    Returns:
+        Positions of the softmaxes, and of the nodes of their gradients, with the reason.
+    """
+    limit = _SAFE_SOFTMAX * safe_terms(dtype)
+    wide = [
+        position
+        for position, node in enumerate(index.nodes)
+        if node.op == "Softmax" and _values_of(index, position) > limit
+    ]
+    if not wide:
+        return {}
+    tensors = _Tensors(index)
+    found: dict[int, Reason] = {}
+    for softmax in wide:
+        text = f"{index.nodes[softmax].name} has so many values that its gradient cancels"
+        found.update(dict.fromkeys(tensors.softmax_gradient(softmax), Reason("softmax", text)))
+    return found
+
+
+def _values_of(index: GraphIndex, softmax: int) -> float:
+    size = (index.shapes.get((softmax, 0)) or (None,))[-1]
+    return math.inf if size is None else size

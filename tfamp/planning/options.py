@@ -46,7 +46,7 @@ class OpColors:
 class RewriteOptions:
     """How to rewrite graphs: the arguments of `tfamp.rewrite`, with the defaults it has.
 
-    Open values (`op_lists`, `device` and `profile`) depend on the machine;
+    Open values (`op_lists`, `device`, `profile` and `onednn`) depend on the machine;
     `tfamp.graph.rewrite.resolved` fills them in.
 
     Attributes:
@@ -60,6 +60,8 @@ class RewriteOptions:
         profile: Speed of the machine; "builtin" for fixed figures, None for this machine's.
         on_error: "raise" or "keep".
         may_miss: Patterns that may match no node.
+        onednn: The low dtypes for which oneDNN's kernels run on the CPU.
+        moved_ops: Ops that the caller's lists moved: what kernels lose does not keep them float32.
 
     Raises:
         TypeError, ValueError: A value is wrong; the message names what is allowed.
@@ -79,6 +81,8 @@ class RewriteOptions:
     profile: MachineProfile | str | None = None
     on_error: str = "raise"
     may_miss: tuple[str, ...] = ()
+    onednn: frozenset[str] = frozenset()
+    moved_ops: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.dtype != structures.FLOAT32:

@@ -109,6 +109,9 @@ class Edge(NamedTuple):
     tensor: str
 
 
+_NO_ATTRS: Mapping[str, Any] = {}
+
+
 class IndexedNode(NamedTuple):
     """A node of a scope.
 
@@ -120,7 +123,7 @@ class IndexedNode(NamedTuple):
             and name, by attribute; the attribute is "" where the op itself is the function.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
-        equation: The equation of an Einsum, for its FLOPs; "" for other ops.
+        attrs: Attributes that decide how it adds up, as Python values: see `planning.kernels`.
     """
 
     name: str
@@ -129,7 +132,12 @@ class IndexedNode(NamedTuple):
     calls: tuple[tuple[str, str], ...]
     uses_references: bool
     slots: tuple[int, ...]
-    equation: str = ""
+    attrs: Mapping[str, Any] = _NO_ATTRS
+
+    @property
+    def equation(self) -> str:
+        """The equation of an Einsum, for its FLOPs; "" for other ops."""
+        return str(self.attrs.get("equation", ""))
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,16 @@ from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tfamp import kernel_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
+from tfamp.interop.op_calls import plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import state
@@ -50,7 +51,7 @@ def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any
     count = len(op_inputs(op))
     adjusted = _adjust(op, args[:count])
     if adjusted is not None:
-        args = (*adjusted, *_plain_attrs(op, args[count:]))
+        args = (*adjusted, *plain_attrs(op, args[count:]))
     return original(context, op, name, *args)
 
 
@@ -189,25 +190,6 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
     return dtype if dtype in EDITABLE else ""
 
 
-def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
-    """Converts attributes (names and values alternately) to types of TensorFlow's fast path.
-
-    Its fallback for other types uses the original inputs.
-    """
-    makers, kinds = {"float": float, "type": tf.as_dtype}, tf_private.attr_kinds(op)
-    plain = [_plain(attr) for attr in attrs]
-    for place in range(1, len(plain), 2):
-        maker = makers.get(kinds.get(plain[place - 1], ""))
-        plain[place] = plain[place] if maker is None else maker(plain[place])
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
-
-
 # ---- Explicit casts ------------------------------------------------------------------------------
 
 
@@ -288,7 +270,7 @@ def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -
         @functools.wraps(grad_fn)
         def gradient(*dys: Any, **variables: Any) -> Any:
             # tape.gradient may be called after the context was left.
-            with hooks.held(), current_modes.set_to(mode):
+            with kernel_guard.guarded(), hooks.held(), current_modes.set_to(mode):
                 return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
 
         # TensorFlow looks for an argument named "variables".
@@ -513,9 +495,11 @@ def _mixes(values: Any) -> bool:
 
 
 def in_float32(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Casts the arguments of a function that rejects low dtypes."""
+    """Runs a function in float32 that rejects low dtypes, or multiplies their errors."""
     kwargs = {name: recast(value, "float32") for name, value in kwargs.items()}
-    return original(*(recast(value, "float32") for value in args), **kwargs)
+    args = tuple(recast(value, "float32") for value in args)
+    with current_modes.set_to(None):
+        return original(*args, **kwargs)
 
 
 def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
@@ -676,15 +660,19 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)
 
     def __enter__(self) -> autocast:
+        # First, so that ops get there with the inputs that they run with.
+        guard = kernel_guard.enter(is_on=self._mode is not None)
         hooks.acquire()
         block = current_modes.block(self._mode)
+        block.guard = guard
         self._entered.append(block)
         current_modes.enter(block)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        current_modes.leave_one(self._entered, "autocast")
+        block = current_modes.leave_one(self._entered, "autocast")
         hooks.release()
+        kernel_guard.leave(block.guard)
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""

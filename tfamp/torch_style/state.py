@@ -45,6 +45,7 @@ class Block(Scope):
     mode: Mode | None  # None casts nothing.
     casts: Casts  # Shared with the blocks around it.
     device: str  # Kind of TensorFlow's default device.
+    guard: Scope | None = None  # The guard of kernels that was entered with it.
 
 
 class _Modes(ScopeStack[Block]):

@@ -1,0 +1,110 @@
+"""Prints the table of kernels as Markdown, measured on this machine.
+
+    python tests/kernels/facts.py [--paths raw rewrite ...] [--dtype bfloat16] [--library Eigen]
+
+Each cell is the largest error of the cases for a row, as a root mean square relative to the result,
+in per cent, with its bias in brackets: of the kernel itself, and of functions and Keras layers that
+run it, gradients included, by each way to low precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_SETTINGS = {"Eigen": "0", "oneDNN": "1"}
+_KERAS = "Keras's policy"
+_PATHS = ("raw", "rewrite", "autocast", "policy", "O2", _KERAS)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--paths", nargs="+", choices=_PATHS, default=[*_PATHS], metavar="PATH")
+    made.add_argument("--dtype", choices=("bfloat16", "float16"), help="both without it")
+    made.add_argument("--library", choices=_SETTINGS, help="TensorFlow's own choice without it")
+    return made
+
+
+def _cell(case: Any, path: str, dtype: str) -> Any:
+    """The largest deviation of a case, or the error that it raised."""
+    from helpers.kernel_paths import deviations, largest
+
+    try:
+        return largest(deviations(case, path, dtype))
+    except Exception as error:  # noqa: BLE001 - a path that fails is a result
+        return type(error).__name__
+
+
+def _text(cells: list[Any]) -> str:
+    from helpers.kernel_paths import largest
+
+    measured = [cell for cell in cells if not isinstance(cell, str)]
+    if not measured:
+        return ", ".join(sorted(set(cells))) or "-"
+    worst = largest(measured)
+    return f"{100 * worst.error:.2f} ({100 * worst.bias:+.2f})"
+
+
+def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
+    from helpers import kernel_paths
+    from helpers.kernel_cases import RAW_CASES
+    from helpers.kernel_path_cases import FUNCTION_CASES, LAYER_CASES
+    from tfamp.machine.hardware import onednn_dtypes
+    from tfamp.planning.kernels import FORMS
+
+    if path != "raw":
+        is_function = path in kernel_paths.FUNCTION_PATHS
+        cases = [
+            case
+            for case in (FUNCTION_CASES if is_function else LAYER_CASES)
+            if fact.op in case.rows
+        ]
+    else:
+        cases = [
+            case
+            for case in RAW_CASES
+            if case.rows[0] == fact.op
+            and kernel_paths.has_cpu_kernel(fact.op, dtype)
+            and FORMS[fact.form](kernel_paths.op_call(case, dtype))
+        ]
+    return [case for case in cases if kernel_paths.is_available(case, dtype, onednn_dtypes())]
+
+
+def _print_table(paths: list[str], dtypes: list[str]) -> None:
+    from tfamp.machine.hardware import onednn_dtypes
+    from tfamp.planning.kernels import KERNEL_FACTS, library_of
+
+    print(f"| {' | '.join(['op', 'form', 'dtype', 'library', *paths])} |")
+    print("|---" * (4 + len(paths)) + "|")
+    measured: dict[tuple[str, str, str], Any] = {}
+    for fact in KERNEL_FACTS:
+        for dtype in dtypes:
+            row = [fact.op, fact.form, dtype, library_of(fact.op, dtype, "cpu", onednn_dtypes())]
+            for path in paths:
+                found = []
+                for case in _cases_of(fact, path, dtype):
+                    key = case.name, path, dtype
+                    if key not in measured:
+                        measured[key] = _cell(case, path, dtype)
+                    found.append(measured[key])
+                row.append(_text(found))
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    # All of this must come before TensorFlow is imported.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.update(TFAMP_PROFILE="builtin", TFAMP_CACHE="off")
+    if options.library:
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = _SETTINGS[options.library]
+    _print_table(options.paths, [options.dtype] if options.dtype else ["bfloat16", "float16"])
+
+
+if __name__ == "__main__":
+    main()

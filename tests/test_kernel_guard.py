@@ -1,0 +1,274 @@
+"""Sums of low kernels are float32's, wherever and whenever their gradients are taken.
+
+The rows of the table are in tests/kernels. Here are the ways in which an op is run and
+differentiated, each with the gradient of a bias, of which a kernel loses 97 %, and what the guard
+leaves as it is.
+"""
+
+import pickle
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import execute
+
+import tfamp
+from tfamp import kernel_guard
+
+ROWS = 16384
+DTYPES = ["float16", "bfloat16"]
+
+
+@pytest.fixture(params=DTYPES)
+def low(request):
+    return request.param
+
+
+@pytest.fixture
+def biased(low):
+    """A function that adds a low bias to a low product, and the bias."""
+    images, bias = tf.ones((ROWS, 4)), tf.Variable(tf.zeros(4))
+
+    def run():
+        with tfamp.autocast(low):
+            product = tf.cast(tf.matmul(images, tf.eye(4)), low)
+            result = product + tf.nn.bias_add(tf.zeros_like(product), tf.cast(bias, low))
+            assert result.dtype == low
+            return tf.reduce_sum(result)
+
+    return run, bias
+
+
+def by_function(run, bias):
+    def step():
+        with tf.GradientTape() as tape:
+            total = run()
+        return tape.gradient(total, bias)
+
+    return tf.function(step)()
+
+
+def by_xla(run, bias):
+    def step():
+        with tf.GradientTape() as tape:
+            total = run()
+        return tape.gradient(total, bias)
+
+    return tf.function(step, jit_compile=True)()
+
+
+def after_the_context(run, bias):
+    with tf.GradientTape() as tape:
+        total = run()
+    return tape.gradient(total, bias)
+
+
+def inside_the_context(run, bias):
+    with tfamp.autocast("bfloat16"):
+        return after_the_context(run, bias)
+
+
+def of_a_function(run, bias):
+    with tf.GradientTape() as tape:
+        total = tf.function(run)()
+    return tape.gradient(total, bias)
+
+
+def of_a_persistent_tape(run, bias):
+    with tf.GradientTape(persistent=True) as tape:
+        total = run()
+    assert tape.gradient(total, bias) is not None
+    return tape.gradient(total, bias)
+
+
+def in_a_loop(run, bias):
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            (total,) = tf.while_loop(lambda x: x < 1.0, lambda x: [x + run()], [0.5])
+        return tape.gradient(total, bias)
+
+    return step()
+
+
+def in_a_branch(run, bias):
+    @tf.function
+    def step(taken):
+        with tf.GradientTape() as tape:
+            total = tf.cond(taken, run, lambda: tf.constant(0.0))
+        return tape.gradient(total, bias)
+
+    return step(tf.constant(True))
+
+
+def recomputed(run, bias):
+    with tf.GradientTape() as tape:
+        total = tf.recompute_grad(run)()
+    return tape.gradient(total, bias)
+
+
+def by_graph_gradients(run, bias):
+    @tf.function
+    def step():
+        return tf.gradients(run(), bias)[0]
+
+    return step()
+
+
+def on_a_replica(run, bias):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    step = tf.function(lambda: strategy.run(lambda: after_the_context(run, bias)))
+    return strategy.experimental_local_results(step())[0]
+
+
+WAYS = [
+    after_the_context, by_function, by_graph_gradients, by_xla, in_a_branch, in_a_loop,
+    inside_the_context, of_a_function, of_a_persistent_tape, on_a_replica, recomputed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("differentiate", WAYS)
+def test_gradient_of_a_bias_has_every_row(biased, differentiate):
+    np.testing.assert_allclose(differentiate(*biased), [ROWS] * 4, rtol=4e-3)
+
+
+def test_second_derivatives_are_exact_and_defined(low):
+    bias = tf.Variable(tf.zeros(4))
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner, tfamp.autocast(low):
+            given = tf.cast(tf.fill((ROWS, 4), 0.25), low)
+            shifted = tf.nn.bias_add(given, tf.cast(bias, low))
+            total = tf.reduce_sum(tf.cast(shifted, tf.float32) ** 3)
+        first = inner.gradient(total, bias)
+        summed = tf.reduce_sum(first)
+    np.testing.assert_allclose(first, [3 / 16 * ROWS] * 4, rtol=1e-2)
+    np.testing.assert_allclose(outer.gradient(summed, bias), [6 / 4 * ROWS] * 4, rtol=1e-2)
+
+
+def test_forward_mode_goes_through_a_raised_op(low):
+    image = tf.fill((1, 128, 128, 1), 0.75)
+    forward = tf.autodiff.ForwardAccumulator(image, tf.fill(image.shape, 0.5))
+    with forward as accumulator, tfamp.autocast(low):
+        pooled = tf.nn.avg_pool2d(tf.cast(image, low), 128, 1, "VALID")
+    assert pooled.dtype == low
+    assert float(tf.reshape(pooled, [])) == 0.75
+    assert float(tf.reshape(accumulator.jvp(pooled), [])) == 0.5
+
+
+def test_slices_of_a_variable_stay_slices_and_those_of_activations_are_added_up(low):
+    table, rows = tf.Variable(tf.ones((3, 4))), tf.zeros(ROWS, tf.int32)
+    with tf.GradientTape() as tape, tfamp.autocast(low):
+        found = tf.gather(tf.cast(table, low), rows)
+    slices = tape.gradient(found, table)
+    assert isinstance(slices, tf.IndexedSlices)
+    assert slices.dtype == tf.float32
+    with tf.GradientTape() as tape, tfamp.autocast(low):
+        found = tf.gather(tf.cast(table, low) * tf.constant(1, low), rows)
+    assert float(tf.convert_to_tensor(tape.gradient(found, table))[0, 0]) == ROWS
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_nothing_is_left_behind(biased, nested):
+    before = execute.record_gradient
+    with tfamp.autocast("bfloat16"):
+        assert execute.record_gradient is not before
+        if nested:
+            with tfamp.policy_scope("mixed_bfloat16"):
+                keras.layers.Dense(4)(tf.ones((2, 4)))
+            by_function(*biased)
+    assert execute.record_gradient is before
+    after_the_context(*biased)
+    assert execute.record_gradient is before
+    assert kernel_guard.hooks.users == 0
+
+
+def test_an_island_and_other_threads_run_ops_as_they_are(low):
+    image = tf.cast(tf.fill((1, 256, 256, 1), 0.75), low)
+    results = {}
+
+    def pool(name):
+        results[name] = float(tf.reshape(tf.nn.avg_pool2d(image, 256, 1, "VALID"), []))
+
+    pool("outside")
+    with tfamp.autocast(low):
+        pool("inside")
+        with tfamp.autocast(enabled=False):
+            pool("island")
+        thread = threading.Thread(target=pool, args=("thread",))
+        thread.start()
+        thread.join()
+    assert results["inside"] == 0.75
+    assert results["outside"] == results["island"] == results["thread"]
+
+
+def test_a_function_traced_elsewhere_is_traced_again_in_a_layer_of_a_policy(low):
+    pool = tf.function(lambda x: tf.nn.avg_pool2d(x, 256, 1, "VALID"))
+    image = tf.cast(tf.fill((1, 256, 256, 1), 0.75), low)
+    pool(image)
+
+    class Pooling(keras.layers.Layer):
+        def call(self, x):
+            return pool(x)
+
+    with tfamp.policy_scope(f"mixed_{low}"):
+        layer = Pooling()
+    assert layer(image).dtype == low
+    assert float(tf.reshape(layer(image), [])) == 0.75
+
+
+def test_another_gradient_of_the_user_is_kept(low):
+    @tf.RegisterGradient(f"Fives_{low}")
+    def fives(op, upstream):
+        return upstream, tf.fill([4], tf.cast(5, upstream.dtype))
+
+    with tf.Graph().as_default() as graph, tfamp.autocast(low):
+        bias = tf.zeros(4, low)
+        with graph.gradient_override_map({"BiasAdd": f"Fives_{low}"}):
+            result = tf.nn.bias_add(tf.ones((ROWS, 4), low), bias)
+        (gradient,) = tf.gradients(result, bias)
+        with tf.compat.v1.Session() as session:
+            assert session.run(gradient).astype("float32").tolist() == [5] * 4
+
+
+def small_model():
+    layers = [keras.layers.Conv2D(4, 3), keras.layers.AveragePooling2D(2)]
+    return keras.Sequential([keras.Input((8, 8, 3)), *layers, keras.layers.Flatten()])
+
+
+def test_a_guarded_model_is_saved_exported_and_copied(low, tmp_path):
+    with tfamp.policy_scope(f"mixed_{low}"):
+        model = small_model()
+    x = np.ones((2, 8, 8, 3), "float32")
+    expected = model.predict(x, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    copied = pickle.loads(pickle.dumps(model))
+    for each in (loaded, copied):
+        np.testing.assert_allclose(each.predict(x, verbose=0), expected, rtol=2e-2)
+    tf.saved_model.save(model, tmp_path / "saved")
+    served = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"]
+    (result,) = served(tf.constant(x)).values()
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_no_custom_gradient_gets_into_a_saved_graph(low):
+    @tf.function
+    def add(x, bias):
+        with tfamp.autocast(low):
+            return tf.nn.bias_add(tf.cast(x, low), tf.cast(bias, low))
+
+    graph = add.get_concrete_function(tf.ones((4, 4)), tf.ones(4)).graph.as_graph_def()
+    assert "BiasAdd" in {node.op for node in graph.node}
+    assert not any("_gradient_op_type" in node.attr for node in graph.node)
+
+
+def test_an_average_of_many_tensors_is_exact(low):
+    values = np.random.default_rng(0).uniform(0.5, 1.5, (512, 4, 64))
+    low_values = [tf.cast(each, low) for each in values]
+    with tfamp.policy_scope(f"mixed_{low}"):
+        average = keras.layers.Average()(low_values)
+    assert average.dtype == low
+    expected = tf.add_n([tf.cast(each, tf.float64) for each in low_values]) / 512
+    np.testing.assert_allclose(tf.cast(average, tf.float64), expected, rtol=4e-3)

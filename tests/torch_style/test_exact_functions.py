@@ -1,0 +1,71 @@
+"""Functions of TensorFlow whose steps would multiply rounding errors, or exceed low dtypes."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.core.dtypes import float_format
+
+DTYPES = ["float16", "bfloat16"]
+WAYS = {"eager": lambda step: step, "traced": tf.function}
+
+
+def error(found, expected):
+    """Returns the norm of the difference, relative to the expected value's."""
+    difference = np.asarray(found, "float64") - np.asarray(expected, "float64")
+    return np.linalg.norm(difference) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exponential_of_a_low_matrix_is_as_exact_as_the_matrix(dtype, way):
+    matrix = 0.3 * tf.random.stateless_normal((6, 6), [1, 2])
+
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch(matrix)
+            with tfamp.autocast(dtype):
+                result = tf.linalg.expm(matrix @ tf.eye(6))
+        return result, tape.gradient(result, matrix)
+
+    exact = tf.cast(tf.cast(matrix, dtype), tf.float32)
+    with tf.GradientTape() as tape:
+        tape.watch(exact)
+        expected = tf.linalg.expm(exact)
+    result, gradient = WAYS[way](step)()
+    assert result.dtype == tf.float32
+    assert error(result, expected) < 1e-5
+    assert error(gradient, tape.gradient(expected, exact)) < float_format(dtype).eps
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sampled_softmax_with_accidental_hits_is_finite_and_exact(dtype, way):
+    features = tf.random.stateless_normal((32, 16), [1, 2])
+    weights = tf.cast(tf.random.stateless_normal((64, 16), [3, 4]), dtype)
+    labels = tf.random.stateless_uniform((32, 1), [5, 6], 0, 64, tf.int64)
+    samples = tf.random.log_uniform_candidate_sampler(labels, 1, 16, True, 64, seed=1)
+
+    def loss(features, weights):
+        biases = tf.zeros(64, weights.dtype)
+        found = tf.nn.sampled_softmax_loss(
+            weights, biases, labels, features, 16, 64, sampled_values=samples
+        )
+        return tf.reduce_mean(found)
+
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch(features)
+            with tfamp.autocast(dtype):
+                found = loss(features @ tf.eye(16), weights)
+        return found, tape.gradient(found, features)
+
+    # A sample that is a label itself: an accidental hit.
+    assert set(samples[0].numpy()) & set(labels.numpy().ravel())
+    with tf.GradientTape() as tape:
+        tape.watch(features)
+        expected = loss(features, tf.cast(weights, tf.float32))
+    found, gradient = WAYS[way](step)()
+    assert error(found, expected) < float_format(dtype).eps
+    assert error(gradient, tape.gradient(expected, features)) < 4 * float_format(dtype).eps

@@ -1,0 +1,375 @@
+"""Guards ops whose low-precision kernels add up in the low dtype: they run in float32.
+
+`planning.kernels` says which ones these are. The results keep their dtypes, and forward values of
+exact kernels stay as they are. A gradient runs when no autocast and no layer is in force any more,
+so the forward op gets a gradient of its own: the usual one, run under the guard.
+
+Autocast and the layers of a policy use the same guard. It is installed while one of them runs, and
+acts in that thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.scopes import Scope, ScopeStack
+from tfamp.interop import op_calls, tf_private
+from tfamp.interop.op_calls import EagerOp
+from tfamp.interop.patching import Patch
+from tfamp.interop.tf_private import OpInput, op_inputs
+from tfamp.machine.hardware import onednn_dtypes
+from tfamp.planning import kernels
+from tfamp.planning.kernels import BROADCASTING, GUARDED_OPS, OpCall
+
+# Attribute of an output that was recorded here, so that TensorFlow does not record it again.
+_RECORDED = "_tfamp_recorded"
+# Attribute of an eager result of Cast, whose gradient adds up in float32.
+_CAST = "_tfamp_cast"
+# On CPUs they have no float16 kernels, forward and backward.
+_POOLINGS = frozenset({"AvgPool3D", "MaxPool3D"})
+
+
+@dataclass(eq=False)
+class _Guard(Scope):
+    """A block under the guard.
+
+    Attributes:
+        device: Kind of TensorFlow's default device.
+        is_on: False for ops to run as they are given.
+    """
+
+    device: str
+    is_on: bool
+
+
+_guards: ScopeStack[_Guard] = ScopeStack("tfamp_kernels")
+
+
+def enter(is_on: bool = True) -> Scope:
+    """Puts the guard in force here, until `leave`; `guarded` does both.
+
+    Args:
+        is_on: False to run ops as they are given, inside of another such block.
+    """
+    hooks.acquire()
+    outer = _guards.innermost
+    device = tf_private.default_device_kind() if outer is None else outer.device
+    guard = _Guard(device, is_on)
+    _guards.enter(guard)
+    return guard
+
+
+def leave(guard: Any) -> None:
+    """Ends what `enter` put in force."""
+    _guards.leave(guard)
+    hooks.release()
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Returns a context whose ops, and their gradients, add up in float32."""
+    guard = enter()
+    try:
+        yield
+    finally:
+        leave(guard)
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an op that has low inputs.
+
+    Attributes:
+        op: Its type.
+        dtype: The low dtype.
+        inputs: Its inputs, in the order of the op's definition; lists of tensors are lists.
+        attrs: Its attributes, as far as they were given.
+        device: Kind of the device that it runs on.
+    """
+
+    op: str
+    dtype: str
+    inputs: Sequence[Any]
+    attrs: Mapping[str, Any]
+    device: str
+
+    def shapes(self) -> OpCall:
+        """The call as the table reads it."""
+        shapes = [_shape(value) for value in _flat(self.inputs)]
+        return OpCall(self.op, shapes, _output_shape(self, shapes), self.attrs)
+
+
+def _call_of(op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> _Call | None:
+    """A call to look at; None for one without a low dtype, or outside of every guard."""
+    guard = _guards.innermost if op in GUARDED_OPS else None
+    if guard is None or not guard.is_on:
+        return None
+    dtype = next((d for d in map(_low_dtype, _flat(inputs)) if d), "")
+    if not dtype and isinstance(attrs.get("T"), tf.DType):
+        dtype = _LOW.get(attrs["T"], "")  # An op with float32 inputs and low results.
+    if not dtype:
+        return None
+    device = tf_private.device_kind_in_force() or guard.device or "cpu"
+    return _Call(op, dtype, inputs, attrs, device)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+_LOW = {tf.as_dtype(name): name for name in LOW_PRECISION}
+
+
+def _low_dtype(value: Any) -> str:
+    """The low dtype of a tensor or variable; else ""."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, str):  # of a variable of Keras
+        return dtype if dtype in LOW_PRECISION else ""
+    return _LOW.get(dtype.base_dtype, "") if isinstance(dtype, tf.DType) else ""
+
+
+def _shape(value: Any) -> tuple[int | None, ...] | None:
+    shape = tf.TensorShape(getattr(value, "shape", None))
+    return None if shape.rank is None else tuple(shape.as_list())
+
+
+# For each op the input that holds its output's shape, or a part of it.
+_SIZES = {
+    "Conv2DBackpropFilter": 1,
+    "DepthwiseConv2dNativeBackpropFilter": 1,
+    "ResizeNearestNeighborGrad": 1,
+}
+_REDUCTIONS = frozenset({"EuclideanNorm", "Mean", "Prod", "Sum"})
+
+
+def _output_shape(call: _Call, shapes: Sequence[Any]) -> tuple[int | None, ...] | None:
+    """The shape of an op's output before it runs, if its inputs are known; else None."""
+    place = 1 if call.op in _REDUCTIONS else _SIZES.get(call.op)
+    known = None if place is None else _static_integers(call.inputs[place])
+    if known is None or shapes[0] is None:
+        return None
+    if call.op in _REDUCTIONS:
+        reduced = {axis % max(len(shapes[0]), 1) for axis in known}
+        return tuple(1 if axis in reduced else d for axis, d in enumerate(shapes[0]))
+    if call.op == "ResizeNearestNeighborGrad":
+        return (shapes[0][0], *known, shapes[0][3])
+    return known
+
+
+def _static_integers(value: Any) -> tuple[int, ...] | None:
+    found = tf.get_static_value(value) if tf.is_tensor(value) else value
+    if found is None:
+        return None
+    return tuple(int(each) for each in tf.nest.flatten(np.asarray(found).tolist()))
+
+
+def _runs_in_float32(call: _Call) -> bool:
+    """Whether a call must run in float32: its kernel adds up low, or there is none."""
+    inputs = op_inputs(call.op, call.device)
+    for given, value in zip(inputs, call.inputs, strict=False):
+        if given.floats and call.dtype not in given.floats and any(map(_low_dtype, _flat([value]))):
+            return True
+    return kernels.fact_about(call.shapes(), call.dtype, call.device, onednn_dtypes()) is not None
+
+
+def _gradient_is_guarded(call: _Call) -> bool:
+    """Whether the gradient of a call may run kernels that add up low."""
+    dtypes = kernels.forward_ops(call.device, onednn_dtypes()).get(call.op, frozenset())
+    if call.op in BROADCASTING and call.op not in ("BroadcastTo", "Tile"):
+        # Only broadcast operands have a sum in their gradients.
+        shapes = [_shape(value) for value in _flat(call.inputs)]
+        if None not in shapes and all(shape == shapes[0] for shape in shapes):
+            return False
+    lacks_kernel = call.op in _POOLINGS and call.dtype == "float16"
+    return call.dtype in dtypes or lacks_kernel
+
+
+# ---- Ops -----------------------------------------------------------------------------------------
+
+
+def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any:
+    """Runs an op in eager mode."""
+    count = len(op_inputs(op)) if op in GUARDED_OPS else 0
+    inputs, attrs = args[:count], args[count:]
+    if count:
+        attrs = tuple(op_calls.plain_attrs(op, attrs))
+    call = _call_of(op, inputs, dict(zip(attrs[::2], attrs[1::2], strict=True))) if count else None
+    if call is None:
+        result = original(context, op, name, *args)
+        if op == "Cast" and _guards.innermost is not None:
+            setattr(result, _CAST, True)
+        return result
+    if _runs_in_float32(call):
+        if (exact := _sum_of_bias_gradient(call)) is not None:
+            return exact
+        raised = map(functools.partial(_raised, dtype=call.dtype), attrs)
+        result = original(context, op, name, *_cast_up(call, _tensors(call)), *raised)
+        return _lowered(result, call.dtype)
+    if not op_calls.may_record() or not _gradient_is_guarded(call):
+        return original(context, op, name, *args)
+    tensors = _tensors(call)
+    with op_calls.not_recording():
+        result = original(context, op, name, *tensors, *attrs)
+    outputs = result if isinstance(result, (list, tuple)) else [result]
+    _record(EagerOp(op, [*_flat(tensors)], [*outputs], call.attrs), call)
+    return result
+
+
+def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
+    """Adds an op to a graph."""
+    names = [each.name for each in op_inputs(op)] if op in GUARDED_OPS else []
+    inputs = [keywords.get(each) for each in names]
+    attrs = {key: value for key, value in keywords.items() if key not in names}
+    call = _call_of(op, inputs, attrs) if names else None
+    if call is None:
+        return original(op, name, **keywords)
+    if _runs_in_float32(call):
+        raised = {key: _raised(value, call.dtype) for key, value in attrs.items()}
+        given = dict(zip(names, _cast_up(call, inputs), strict=True))
+        structure, is_stateful, made, outputs = original(op, name, **given, **raised)
+        _record(made, None)
+        return structure, is_stateful, made, [_lowered(each, call.dtype) for each in outputs]
+    structure, is_stateful, made, outputs = original(op, name, **keywords)
+    if _gradient_is_guarded(call):
+        _record(made, call)
+    return structure, is_stateful, made, outputs
+
+
+def record_gradient(original: Any, op: str, inputs: Any, attrs: Any, outputs: Any) -> None:
+    """Records an op on tapes, as the callers of `graph_op` do, unless that was done here."""
+    if not any(getattr(each, _RECORDED, False) for each in outputs):
+        original(op, inputs, attrs, outputs)
+
+
+def function_context(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds the guard to the cache key of a function's traces."""
+    made, guard = original(*args, **kwargs), _guards.innermost
+    if guard is None or not guard.is_on:
+        return made
+    eager = made.context._replace(xla_context_id=(made.context.xla_context_id, "guarded"))
+    return type(made)(eager, made.scope_type)
+
+
+hooks = Patch(
+    eager_op=eager_op,
+    graph_op=graph_op,
+    record_gradient=record_gradient,
+    function_context=function_context,
+)
+
+
+def _record(made: Any, call: _Call | None) -> None:
+    """Records an op on the tapes; with a call its gradient runs under the guard."""
+    inputs, outputs = list(made.inputs), list(made.outputs)
+    # With a call before the operation gets `backward`. Ops that have gradients only.
+    gradient = None if call is None else op_calls.gradient_function(made)
+
+    def backward(*upstream: Any) -> list[Any]:
+        if gradient is None:
+            return _listed(op_calls.gradient_function(made)(made, *upstream))
+        with guarded():
+            return list(map(_summed, _listed(gradient(made, *upstream)), inputs))
+
+    if call is not None and isinstance(made, tf.Operation):
+        op_calls.set_gradient(made, backward)
+    for each in outputs:
+        setattr(each, _RECORDED, True)
+    op_calls.record(made.type, inputs, outputs, backward)
+
+
+def _listed(gradients: Any) -> list[Any]:
+    return list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
+
+
+def _summed(gradient: Any, value: Any) -> Any:
+    """The sum of a gradient's slices, unless the next gradient adds them up in float32.
+
+    That is the gradient of a Cast, such as a variable's: it keeps the slices.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or not _low_dtype(gradient.values):
+        return gradient
+    symbolic = tf.is_symbolic_tensor(value)
+    is_cast = value.op.type in _SLICED if symbolic else getattr(value, _CAST, False)
+    if is_cast or gradient.dense_shape is None:
+        return gradient
+    rows = gradient.dense_shape[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+
+
+_SLICED = frozenset({"Cast", "ReadVariableOp"})
+
+
+def _sum_of_bias_gradient(call: _Call) -> Any:
+    """The gradient of a bias by Sum, if that is exact in the low dtype; else None."""
+    facts = kernels.facts_of(call.op, call.dtype, call.device, onednn_dtypes())
+    if not any(fact.instead == "Sum" for fact in facts):
+        return None
+    if kernels.facts_of("Sum", call.dtype, call.device, onednn_dtypes()):
+        return None
+    upstream, rank = call.inputs[0], len(call.inputs[0].shape)
+    channels = 1 if call.attrs.get("data_format") in ("NCHW", b"NCHW") else rank - 1
+    total = tf.reduce_sum(upstream, [axis for axis in range(rank) if axis != channels])
+    return _lowered(total, call.dtype)
+
+
+# ---- Casts ---------------------------------------------------------------------------------------
+
+
+def _cast_up(call: _Call, inputs: Sequence[Any]) -> list[Any]:
+    def cast(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [cast(each) for each in value]
+        return _cast(value, tf.float32) if _low_dtype(value) == call.dtype else value
+
+    return [cast(value) for value in inputs]
+
+
+def _lowered(result: Any, dtype: str) -> Any:
+    """The float32 results of an op, cast down."""
+    if isinstance(result, (list, tuple)):
+        return [_lowered(each, dtype) for each in result]
+    if result.dtype != tf.float32:
+        return result
+    lowered = _cast(result, tf.as_dtype(dtype))
+    setattr(lowered, _RECORDED, True)
+    return lowered
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    # Not tf.cast, which autocast takes for a user's.
+    return tf.raw_ops.Cast(x=tf.convert_to_tensor(value), DstT=dtype)
+
+
+def _tensors(call: _Call) -> list[Any]:
+    """The inputs of a call as tensors, as the fallback for others uses the original inputs."""
+
+    def convert(value: Any, given: OpInput) -> Any:
+        if given.is_list and isinstance(value, (list, tuple)):
+            return [convert(each, given) for each in value]
+        if isinstance(value, tf.Tensor):
+            return value
+        is_float = given.dtype is None and bool(given.floats)
+        return tf.convert_to_tensor(value, call.dtype if is_float else given.dtype)
+
+    return [*map(convert, call.inputs, op_inputs(call.op))]
+
+
+def _raised(attr: Any, dtype: str) -> Any:
+    """An attribute of the op in float32."""
+    is_low = isinstance(attr, tf.DType) and _LOW.get(attr) == dtype
+    return tf.float32 if is_low else attr

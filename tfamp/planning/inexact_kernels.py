@@ -1,0 +1,101 @@
+"""Nodes that stay float32 as their low kernels would lose digits, by the table; framework-free.
+
+`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and the
+attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such a node
+does not make the nodes behind it float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tfamp.planning.kernels import (
+    OPS,
+    TERMS,
+    KernelFact,
+    OpCall,
+    fact_about,
+    facts_of,
+    library_of,
+)
+from tfamp.planning.options import RewriteOptions
+from tfamp.planning.structures import GraphIndex, Reason
+
+RULE = "sum"
+# Of a node's device, as graphs spell it.
+_DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
+# Of the input of a node that becomes another op: its axes must be known.
+_LEAST_RANK = 2
+
+
+def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[int, Reason]]:
+    """Finds the nodes of a scope whose low kernels add up too many values in their own dtype.
+
+    A node whose row names another op that is exact instead, and may be low, is left out:
+    `graph.passes.bias_sums` puts that op in its place. So are ops that the caller's lists moved.
+
+    Args:
+        index: The scope, with its shapes.
+        options: How to rewrite, resolved.
+    """
+    for position, node in enumerate(index.nodes):
+        if node.op not in OPS or node.op in options.moved_ops:
+            continue
+        call = call_of(index, position)
+        fact = fact_of(call, node.device, options)
+        if fact is None:
+            continue
+        replaced = exact_instead(call, node.device, options)
+        if options.colors.get(replaced) not in ("allow", "infer"):
+            yield position, Reason(RULE, _text(call, fact, node.device, options))
+    yield from _added_over_devices(index)
+
+
+def call_of(index: GraphIndex, position: int) -> OpCall:
+    """The call of a node, with the shapes of its tensors as far as they are known."""
+    node = index.nodes[position]
+    inputs = [index.shapes.get(index.tensor(edge)) for edge in index.inputs[position]]
+    return OpCall(node.op, inputs, index.shapes.get((position, 0)), node.attrs)
+
+
+def fact_of(call: OpCall, device: str, options: RewriteOptions) -> KernelFact | None:
+    """The row of the table that makes a call inexact on a device, named as graphs do."""
+    return fact_about(call, options.dtype, _kind(device, options), options.onednn)
+
+
+def exact_instead(call: OpCall, device: str, options: RewriteOptions) -> str:
+    """The op that gives a call's result exactly, where its low kernel may not; "" for none."""
+    shape = call.inputs[0] if call.inputs else None
+    kind = _kind(device, options)
+    for fact in facts_of(call.op, options.dtype, kind, options.onednn):
+        other = OpCall(fact.instead, call.inputs, call.output)
+        known = shape is not None and len(shape) >= _LEAST_RANK
+        if fact.instead != "float32" and known and not fact_of(other, device, options):
+            return fact.instead
+    return ""
+
+
+def _kind(device: str, options: RewriteOptions) -> str:
+    found = _DEVICE_KIND.search(device)
+    return found[1].lower() if found else options.device
+
+
+def _text(call: OpCall, fact: KernelFact, device: str, options: RewriteOptions) -> str:
+    library = library_of(call.op, options.dtype, _kind(device, options), options.onednn)
+    terms = TERMS[fact.terms](call)
+    many = f"{round(terms)}" if terms < float("inf") else "an unknown number of"
+    kernel = {"GPU": "a GPU's kernel"}.get(library, f"{library}'s kernel")
+    return f"{kernel} would add up {many} values for each result in {options.dtype}"
+
+
+def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
+    """Sums of tensors of several devices: how gradients are all-reduced without collectives."""
+    devices: dict[int, set[str]] = {}
+    for edge in index.edges:
+        target = index.slots[edge.target].node
+        if index.nodes[target].op == "AddN":
+            devices.setdefault(target, set()).add(index.node_of(edge.source).device)
+    for position, found in devices.items():
+        if len(found - {""}) > 1:
+            yield position, Reason(RULE, "it adds tensors of several devices")

@@ -1,0 +1,553 @@
+"""Facts about TensorFlow's kernels in low precision, in one table; framework-free.
+
+A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
+sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
+as every node has the dtype that it should have. Rewrites, autocast, policies and levels read this
+table, and tests/kernels measures it.
+
+Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
+`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
+four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
+in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
+`reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
+`core/util/use_cudnn.cc`; not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.planning.structures import op_types
+
+# A shape with None for an unknown dimension; None if the rank is unknown.
+PartialShape: TypeAlias = "tuple[int | None, ...] | None"
+
+# Libraries of kernels. GPU stands for TensorFlow's own kernels, cuDNN and cuBLAS together.
+EIGEN, ONEDNN, GPU, XLA = "Eigen", "oneDNN", "GPU", "XLA"
+# Ops for which TensorFlow on a CPU runs oneDNN's kernels, where oneDNN supports the dtype.
+ONEDNN_OPS = op_types("""
+    AvgPool AvgPool3D BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput
+    Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
+    DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """An op with the shapes of its tensors, as far as they are known.
+
+    Attributes:
+        op: Its type.
+        inputs: Shapes of its inputs.
+        output: Shape of its first output.
+        attrs: Its attributes, as Python values; those of other types may be missing.
+    """
+
+    op: str
+    inputs: Sequence[PartialShape] = ()
+    output: PartialShape = None
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFact:
+    """A kernel that is less exact in low precision than its dtype.
+
+    Attributes:
+        op: The op type.
+        low: Pairs (library, dtype) in which it adds up in the dtype of its tensors.
+        terms: How many values it adds up for each result: a key of `TERMS`.
+        form: Which calls of the op are meant: a key of `FORMS`.
+        instead: What is exact in its place: "float32" for the op in float32, or an op type.
+        gradient_of: Ops whose gradients run it, which are the ones that a forward pass sees.
+        layers: Keras layers that run it, or whose gradients do.
+    """
+
+    op: str
+    low: frozenset[tuple[str, str]]
+    terms: str = "reduced"
+    form: str = "any"
+    instead: str = "float32"
+    gradient_of: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+
+# ---- Forms and numbers of terms ------------------------------------------------------------------
+
+# An unknown number of terms.
+_UNKNOWN = math.inf
+
+
+def _size(shape: PartialShape) -> float:
+    return _UNKNOWN if shape is None or None in shape else math.prod(d for d in shape if d)
+
+
+def _window(call: OpCall) -> float:
+    """Values in a window of a pooling op."""
+    return math.prod(call.attrs.get("ksize") or (math.inf,))
+
+
+def _overlapping(call: OpCall) -> float:
+    """Windows of a pooling op that hold the same pixel."""
+    sizes, strides = call.attrs.get("ksize"), call.attrs.get("strides")
+    if not sizes or not strides:
+        return _UNKNOWN
+    return math.prod(-(-size // step) for size, step in zip(sizes, strides, strict=True))
+
+
+def _filter_size(shape: PartialShape, axes: int) -> float:
+    return _UNKNOWN if shape is None else _size(shape[:axes])
+
+
+def _filter_and_results(call: OpCall) -> float:
+    """Values of a filter, the second input, without its last axis but one."""
+    shape = _input(call, 1)
+    return _UNKNOWN if shape is None else _size((*shape[:-2], *shape[-1:]))
+
+
+def _input(call: OpCall, number: int) -> PartialShape:
+    return call.inputs[number] if number < len(call.inputs) else None
+
+
+def _reduced(call: OpCall) -> float:
+    """Input elements for each element of the output."""
+    results = _size(call.output)
+    return _size(_input(call, 0)) / max(results, 1) if results < _UNKNOWN else _UNKNOWN
+
+
+def _pixels(call: OpCall) -> float:
+    """Pixels of a batch of upstream gradients, the third input."""
+    shape = _input(call, 2)
+    if shape is None:
+        return _UNKNOWN
+    first = call.attrs.get("data_format") in ("NCHW", "NCDHW")
+    return _size((shape[0], *shape[2:]) if first else shape[:-1])
+
+
+def _rows(number: int) -> Callable[[OpCall], float]:
+    """Elements of an input: ids of segments, of which all may be the same."""
+    return lambda call: _size(_input(call, number))
+
+
+def _indexes(number: int) -> Callable[[OpCall], float]:
+    """Indexes in an input whose last axis is one index."""
+
+    def count(call: OpCall) -> float:
+        shape = _input(call, number)
+        return _UNKNOWN if shape is None else _size(shape[:-1])
+
+    return count
+
+
+def _not_channels(call: OpCall) -> float:
+    """Elements for each channel of the input."""
+    shape = _input(call, 0)
+    if not shape:
+        return _UNKNOWN
+    channels = shape[1] if call.attrs.get("data_format") == "NCHW" else shape[-1]
+    return _UNKNOWN if channels is None else _size(shape) / max(channels, 1)
+
+
+def _longest(call: OpCall) -> float:
+    """The longest axis of the input."""
+    shape = _input(call, 0)
+    known = shape is not None and None not in shape
+    return max((d or 0 for d in shape or ()), default=1) if known else _UNKNOWN
+
+
+def _contracted(call: OpCall) -> float:
+    """Values of the axes that an Einsum adds up over."""
+    inputs, _, output = str(call.attrs.get("equation", "")).partition("->")
+    sizes: dict[str, float] = {}
+    for axes, shape in zip(inputs.split(","), call.inputs, strict=False):
+        if shape is None or "." in axes or len(axes) != len(shape):
+            return _UNKNOWN
+        sizes.update((a, _UNKNOWN if d is None else d) for a, d in zip(axes, shape, strict=True))
+    return math.prod(size for axis, size in sizes.items() if axis not in output)
+
+
+TERMS: Mapping[str, Callable[[OpCall], float]] = {
+    "reduced": _reduced,
+    "all but channels": _not_channels,
+    "pixels": _pixels,
+    "window": _window,
+    "overlapping windows": _overlapping,
+    "filter": lambda call: _filter_size(_input(call, 1), 2),
+    "filter and channels": lambda call: _filter_size(_input(call, 1), 4),
+    "filter and results": _filter_and_results,
+    "segment ids": _rows(1),
+    "values of a vector": _rows(1),
+    "scattered": _indexes(0),
+    "scattered into a tensor": _indexes(1),
+    "contracted": _contracted,
+    "axis": _longest,
+    "inputs": lambda call: len(call.inputs),
+    "unknown": lambda call: _UNKNOWN,
+}
+
+
+def _sides(call: OpCall) -> PartialShape:
+    """Height, width, channels and multiplier of the filter whose gradient an op computes."""
+    return call.output
+
+
+def _outside_cudnn(call: OpCall) -> bool:
+    """Whether cuDNN has no depthwise filter gradient of this shape: square, one a channel."""
+    height, width, _, multiplier = _sides(call) or (None,) * 4
+    return not (height == width and height in (1, 3, 5, 7) and multiplier == 1)
+
+
+FORMS: Mapping[str, Callable[[OpCall], bool]] = {
+    "any": lambda call: True,
+    "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
+    "outside of cuDNN's shapes": _outside_cudnn,
+    "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
+}
+
+# ---- The table -----------------------------------------------------------------------------------
+
+
+def _in(
+    eigen: str = "", onednn: str = "", gpu: str = "", xla: str = ""
+) -> frozenset[tuple[str, str]]:
+    named = ((EIGEN, eigen), (ONEDNN, onednn), (GPU, gpu), (XLA, xla))
+    return frozenset((library, dtype) for library, dtypes in named for dtype in dtypes.split())
+
+
+_BF16, _F16, _BOTH = "bfloat16", "float16", "bfloat16 float16"
+_DENSE_LAYERS = ("Dense", "EinsumDense")
+_CONV_LAYERS = ("Conv1D", "Conv2D", "Conv3D")
+_TRANSPOSED_LAYERS = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+_SEPARABLE_LAYERS = ("DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D")
+_ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
+_ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
+# Ops whose gradients add up over broadcast axes, by Sum.
+BROADCASTING = (
+    "Add", "AddV2", "Atan2", "BroadcastTo", "Div", "DivNoNan", "FloorDiv", "Maximum", "Minimum",
+    "Mul", "MulNoNan", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Tile", "Xdivy",
+)  # fmt: skip
+
+KERNEL_FACTS: tuple[KernelFact, ...] = (
+    # Biases. Sum adds the same rows up in float32 and rounds once.
+    KernelFact(
+        op="BiasAddGrad",
+        low=_in(eigen=_BF16, gpu=_BOTH),
+        terms="all but channels",
+        instead="Sum",
+        gradient_of=("BiasAdd", "BiasAddV1"),
+        layers=(*_DENSE_LAYERS, *_ALL_CONV_LAYERS),
+    ),
+    # Reductions. Sum and Mean over the last axis are exact; the axis is not looked at.
+    KernelFact(
+        op="Sum",
+        low=_in(eigen=_F16, gpu=_F16),
+        gradient_of=BROADCASTING,
+        layers=(*_DENSE_LAYERS, *_ALL_CONV_LAYERS, "RepeatVector", "LSTM", "GRU", "SimpleRNN"),
+    ),
+    KernelFact(
+        op="Mean",
+        low=_in(eigen=_F16),
+        layers=("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D"),
+    ),
+    KernelFact(op="Prod", low=_in(eigen=_BOTH, gpu=_BOTH)),
+    KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
+    # In bfloat16 a CPU's squares are rounded before they are added up.
+    KernelFact(op="L2Loss", low=_in(eigen=_BF16, gpu=_BOTH), terms="unknown"),
+    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
+    KernelFact(
+        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+    ),
+    KernelFact(
+        op="CumulativeLogsumexp",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="axis",
+        gradient_of=("CumulativeLogsumexp",),
+    ),
+    KernelFact(op="AddN", low=_in(eigen=_BOTH, onednn=_BOTH, gpu=_BOTH), terms="inputs"),
+    KernelFact(op="LRN", low=_in(eigen=_F16), terms="unknown"),
+    KernelFact(op="LRNGrad", low=_in(eigen=_F16), terms="unknown", gradient_of=("LRN",)),
+    # Segments, scattering, gathering.
+    KernelFact(
+        op="SegmentSum",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="segment ids",
+        gradient_of=("SegmentMean",),
+    ),
+    KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
+    KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
+    KernelFact(
+        op="UnsortedSegmentSum",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="segment ids",
+        gradient_of=("Gather", "GatherV2", "ResourceGather"),
+        layers=("Embedding",),
+    ),
+    KernelFact(
+        op="UnsortedSegmentProd",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="segment ids",
+    ),
+    KernelFact(
+        op="ScatterNd",
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
+        terms="scattered",
+        gradient_of=("GatherNd", "ResourceGatherNd"),
+    ),
+    *(
+        KernelFact(op=op, low=_in(eigen=_BOTH, gpu=_BOTH), terms="scattered into a tensor")
+        for op in ("TensorScatterAdd", "TensorScatterSub", "ScatterNdNonAliasingAdd")
+    ),
+    KernelFact(
+        op="SparseTensorDenseMatMul",
+        low=_in(eigen=_BF16),
+        terms="unknown",
+        gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
+    ),
+    # The gradient of the default value, for which empty rows stand.
+    *(
+        KernelFact(
+            op=f"{op}Grad", low=_in(eigen=_BOTH), terms="values of a vector", gradient_of=(op,)
+        )
+        for op in ("SparseFillEmptyRows", "RaggedFillEmptyRows")
+    ),
+    # Products.
+    KernelFact(
+        op="Einsum",
+        low=_in(eigen=_BF16),
+        terms="contracted",
+        form="several operands",
+        gradient_of=("Einsum",),
+        layers=_ATTENTION_LAYERS,
+    ),
+    KernelFact(
+        op="Einsum",
+        low=_in(eigen=_F16),
+        terms="contracted",
+        gradient_of=("Einsum",),
+        layers=_ATTENTION_LAYERS,
+    ),
+    *(
+        KernelFact(op=op, low=_in(eigen=_F16), terms="unknown", gradient_of=(gradient_of,))
+        for op, gradient_of in (
+            ("BlockLSTMGrad", "BlockLSTM"),
+            ("BlockLSTMGradV2", "BlockLSTMV2"),
+        )
+    ),
+    # Convolutions.
+    KernelFact(
+        op="Conv2DBackpropFilter",
+        low=_in(eigen=_BOTH),
+        terms="pixels",
+        gradient_of=("Conv2D", "Conv2DBackpropInput"),
+        layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS, "SeparableConv1D", "SeparableConv2D"),
+    ),
+    KernelFact(
+        op="Conv2DBackpropInput",
+        low=_in(eigen=_BOTH),
+        terms="filter and results",
+        gradient_of=("Conv2D",),
+        layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS),
+    ),
+    KernelFact(
+        op="Conv3DBackpropInputV2",
+        low=_in(eigen=_BOTH),
+        terms="filter and results",
+        gradient_of=("Conv3D",),
+        layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv3DBackpropFilterV2",
+        low=_in(eigen=_BOTH),
+        terms="pixels",
+        gradient_of=("Conv3D", "Conv3DBackpropInputV2"),
+        layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv3D",
+        low=_in(eigen=_BOTH),
+        terms="filter and channels",
+        gradient_of=("Conv3DBackpropInputV2",),
+        layers=("Conv3D", "Conv3DTranspose"),
+    ),
+    KernelFact(
+        op="Conv", low=_in(eigen=_BOTH), terms="filter and channels", form="three spatial axes"
+    ),
+    KernelFact(
+        op="DepthwiseConv2dNativeBackpropFilter",
+        low=_in(eigen=_BOTH),
+        terms="pixels",
+        gradient_of=("DepthwiseConv2dNative",),
+        layers=_SEPARABLE_LAYERS,
+    ),
+    KernelFact(
+        op="DepthwiseConv2dNativeBackpropFilter",
+        low=_in(gpu=_BOTH),
+        terms="pixels",
+        form="outside of cuDNN's shapes",
+        gradient_of=("DepthwiseConv2dNative",),
+        layers=_SEPARABLE_LAYERS,
+    ),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(eigen=_BOTH),
+            terms="filter",
+            gradient_of=gradient_of,
+            layers=_SEPARABLE_LAYERS,
+        )
+        for op, gradient_of in (
+            ("DepthwiseConv2dNative", ()),
+            ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
+        )
+    ),
+    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse than
+    # Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
+    KernelFact(
+        op="AvgPool",
+        low=_in(eigen=_BOTH),
+        terms="window",
+        gradient_of=("AvgPoolGrad",),
+        layers=("AveragePooling1D", "AveragePooling2D"),
+    ),
+    KernelFact(
+        op="AvgPool3D",
+        low=_in(eigen=_BOTH),
+        terms="window",
+        gradient_of=("AvgPool3DGrad",),
+        layers=("AveragePooling3D",),
+    ),
+    *(
+        KernelFact(
+            op=f"{op}Grad",
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms="overlapping windows",
+            gradient_of=(op,),
+            layers=layers,
+        )
+        for op, layers in (
+            ("AvgPool", ("AveragePooling1D", "AveragePooling2D")),
+            ("AvgPool3D", ("AveragePooling3D",)),
+            ("MaxPool", ("MaxPooling1D", "MaxPooling2D")),
+            ("MaxPool3D", ("MaxPooling3D",)),
+        )
+    ),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms="overlapping windows",
+            gradient_of=(gradient_of,),
+        )
+        for op, gradient_of in (
+            ("MaxPoolGradV2", "MaxPoolV2"),
+            ("MaxPoolGradWithArgmax", "MaxPoolWithArgmax"),
+        )
+    ),
+    KernelFact(
+        op="ResizeNearestNeighborGrad",
+        low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
+        gradient_of=("ResizeNearestNeighbor",),
+        layers=("UpSampling2D", "Resizing"),
+    ),
+    KernelFact(
+        op="CropAndResizeGradImage",
+        low=_in(eigen=_F16, gpu=_F16),
+        terms="unknown",
+        gradient_of=("CropAndResize",),
+    ),
+    *(
+        KernelFact(
+            op=f"Dilation2DBackprop{operand}",
+            low=_in(eigen=_BOTH, gpu=_BOTH),
+            terms=terms,
+            gradient_of=("Dilation2D",),
+        )
+        for operand, terms in (("Filter", "pixels"), ("Input", "filter"))
+    ),
+)
+
+# What no replacement makes exact: the result, or the place where it is added up, is low itself.
+UNMENDABLE: Mapping[str, str] = {
+    "ResourceScatterAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ResourceScatterNdAdd": "it adds to a variable of a low dtype; keep the variable in float32",
+    "ResourceScatterNdSub": "it subtracts from a variable of a low dtype; keep it in float32",
+    "ConditionalAccumulator": "it adds gradients up in their dtype; give it float32 ones",
+    "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
+}
+
+# ---- Queries -------------------------------------------------------------------------------------
+
+
+def safe_terms(dtype: str) -> float:
+    """How many terms may be added up in a dtype: 64 in bfloat16, 512 in float16.
+
+    A sum of equal terms stops growing after four times as many. Up to here, measured, the error is
+    at most four times that of rounding the result.
+    """
+    return 0.5 / float_format(dtype).eps
+
+
+def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
+    """Which library's kernel runs an op.
+
+    Args:
+        op: The op type.
+        dtype: The low dtype.
+        device: "cpu", "gpu" or "tpu"; "" for a CPU.
+        onednn: The low dtypes for which the CPU's kernels are oneDNN's.
+    """
+    if device == "tpu":
+        return XLA
+    if device == "gpu":
+        return GPU
+    return ONEDNN if dtype in onednn and op in ONEDNN_OPS else EIGEN
+
+
+@functools.cache
+def facts_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> tuple[KernelFact, ...]:
+    """The rows of an op that hold for the kernel that runs; see `library_of`."""
+    here = library_of(op, dtype, device, onednn), dtype
+    return tuple(fact for fact in KERNEL_FACTS if fact.op == op and here in fact.low)
+
+
+def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) -> KernelFact | None:
+    """The row that makes a call inexact in a low dtype; None if its result is exact.
+
+    Example:
+        >>> pooling = OpCall("AvgPool", attrs={"ksize": [1, 32, 32, 1]})
+        >>> fact_about(pooling, "bfloat16", "cpu", frozenset()).instead
+        'float32'
+        >>> fact_about(pooling, "bfloat16", "cpu", frozenset({"bfloat16"})) is None
+        True
+    """
+    limit = safe_terms(dtype)
+    return next(
+        (
+            fact
+            for fact in facts_of(call.op, dtype, device, onednn)
+            if FORMS[fact.form](call) and TERMS[fact.terms](call) > limit
+        ),
+        None,
+    )
+
+
+@functools.cache
+def forward_ops(device: str, onednn: frozenset[str]) -> Mapping[str, frozenset[str]]:
+    """Ops whose gradients run an inexact kernel, each with the dtypes in which they do."""
+    found: dict[str, frozenset[str]] = {}
+    for fact in KERNEL_FACTS:
+        dtypes = {d for d in LOW_PRECISION if fact in facts_of(fact.op, d, device, onednn)}
+        for op in fact.gradient_of:
+            found[op] = found.get(op, frozenset()) | dtypes
+    return found
+
+
+OPS = frozenset(fact.op for fact in KERNEL_FACTS)
+GUARDED_OPS = OPS | frozenset(op for fact in KERNEL_FACTS for op in fact.gradient_of)
+LAYERS = frozenset(layer for fact in KERNEL_FACTS for layer in fact.layers)
