@@ -484,13 +484,20 @@ UNMENDABLE: Mapping[str, str] = {
 # ---- Queries -------------------------------------------------------------------------------------
 
 
-def safe_terms(dtype: str) -> float:
-    """How many terms may be added up in a dtype: 64 in bfloat16, 512 in float16.
+# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 * eps,
+# as each step may round in the same direction by half of what the sum's last digit is worth; usually
+# by much less. Four roundings of a result are 2 * eps.
+SAFE_TERMS = 16
 
-    A sum of equal terms stops growing after four times as many. Up to here, measured, the error is
-    at most four times that of rounding the result.
+
+def stalling_terms(dtype: str) -> float:
+    """How many equal terms a sum in a dtype takes before it stops growing.
+
+    Example:
+        >>> stalling_terms("bfloat16"), stalling_terms("float16")
+        (256.0, 2048.0)
     """
-    return 0.5 / float_format(dtype).eps
+    return 2 / float_format(dtype).eps
 
 
 def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
@@ -526,12 +533,11 @@ def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) ->
         >>> fact_about(pooling, "bfloat16", "cpu", frozenset({"bfloat16"})) is None
         True
     """
-    limit = safe_terms(dtype)
     return next(
         (
             fact
             for fact in facts_of(call.op, dtype, device, onednn)
-            if FORMS[fact.form](call) and TERMS[fact.terms](call) > limit
+            if FORMS[fact.form](call) and TERMS[fact.terms](call) > SAFE_TERMS
         ),
         None,
     )
