@@ -303,6 +303,46 @@ def test_layers_that_run_what_others_define_are_guarded(low, name):
         assert error < (3e-3 if low == "float16" else 3e-2)
 
 
+BETWEEN_LAYERS = {
+    "cumulative sum": lambda h: keras.ops.cumsum(h, axis=0),
+    "product with the largest": lambda h: h * keras.ops.max(h, axis=0, keepdims=True),
+    "sum": lambda h: keras.ops.sum(h, axis=0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_LAYERS)
+def test_ops_between_the_layers_of_a_functional_are_guarded(low, name):
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (ROWS // 4, 4)).astype("float32") / 64
+
+    def results(policy):
+        with tfamp.policy_scope(policy):
+            inputs = keras.Input((4,))
+            h = keras.layers.Dense(4, kernel_initializer="ones")(inputs)
+            h = BETWEEN_LAYERS[name](h)
+            model = keras.Model(inputs, keras.layers.Dense(2, kernel_initializer="ones")(h))
+        with tf.GradientTape() as tape:
+            result = model(x)
+            total = tf.reduce_sum(result) / 1024  # within the range of float16
+        return [result, *tape.gradient(total, model.trainable_variables)]
+
+    for found, expected in zip(results(f"mixed_{low}"), results("float32"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-2)
+
+
+def test_the_gradient_of_a_vectorized_function_is_guarded(low):
+    bias = tf.Variable(tf.zeros(4))
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape, tfamp.autocast(low):
+            x, low_bias = tf.ones((4, ROWS // 4, 4), low), tf.cast(bias, low)
+            result = tf.vectorized_map(lambda row: tf.nn.bias_add(row, low_bias) + low_bias, x)
+            total = tf.reduce_sum(tf.cast(result, tf.float32))
+        return tape.gradient(total, bias)
+
+    np.testing.assert_allclose(gradient(), [2 * ROWS] * 4, rtol=4e-3)
+
+
 def test_a_lambda_is_guarded(low):
     with tfamp.policy_scope(f"mixed_{low}"):
         pool = keras.layers.Lambda(lambda x: tf.nn.avg_pool2d(x, 256, 1, "VALID"))

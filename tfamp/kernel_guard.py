@@ -257,9 +257,18 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
 
 
 def record_gradient(original: Any, op: str, inputs: Any, attrs: Any, outputs: Any) -> None:
-    """Records an op on tapes, as the callers of `graph_op` do, unless that was done here."""
-    if not any(getattr(each, _RECORDED, False) for each in outputs):
-        original(op, inputs, attrs, outputs)
+    """Records an op on tapes, as the callers of `graph_op` do, unless that was done here.
+
+    It may be an op that `graph_op` did not make, as those are that vectorize a function.
+    """
+    if any(getattr(each, _RECORDED, False) for each in outputs):
+        return
+    if op in GUARDED_OPS and all(map(tf.is_symbolic_tensor, outputs)):
+        call = _call_of(op, list(inputs), dict(zip(attrs[::2], attrs[1::2], strict=True)))
+        if call is not None and _gradient_is_guarded(call):
+            _record(outputs[0].op, call)
+            return
+    original(op, inputs, attrs, outputs)
 
 
 def custom_gradient(original: Any, f: Any, args: Any, kwargs: Any) -> Any:
