@@ -228,8 +228,15 @@ _ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
 _ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
 # Ops whose gradients add up over broadcast axes, by Sum.
 BROADCASTING = (
-    "Add", "AddV2", "Atan2", "BroadcastTo", "Div", "DivNoNan", "FloorDiv", "Maximum", "Minimum",
-    "Mul", "MulNoNan", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Tile", "Xdivy",
+    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue", "Div",
+    "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow", "RealDiv",
+    "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile", "Xdivy", "Xlog1py",
+    "Xlogy",
+)  # fmt: skip
+# Ops whose gradients add up, by Sum, what one value was used for, or how many values are largest.
+_SHARING = (
+    "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
+    "StatelessRandomGammaV2", "StatelessRandomGammaV3",
 )  # fmt: skip
 
 KERNEL_FACTS: tuple[KernelFact, ...] = (
@@ -246,7 +253,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(
         op="Sum",
         low=_in(eigen=_F16, gpu=_F16),
-        gradient_of=BROADCASTING,
+        gradient_of=(*BROADCASTING, *_SHARING),
         layers=(*_DENSE_LAYERS, *_ALL_CONV_LAYERS, "RepeatVector", "LSTM", "GRU", "SimpleRNN"),
     ),
     KernelFact(
@@ -276,7 +283,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="SegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
-        gradient_of=("SegmentMean",),
+        gradient_of=("SegmentMax", "SegmentMean", "SegmentMin"),
     ),
     KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
     KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
@@ -284,7 +291,15 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="UnsortedSegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
-        gradient_of=("Gather", "GatherV2", "ResourceGather"),
+        gradient_of=(
+            "DynamicStitch",
+            "Gather",
+            "GatherV2",
+            "ParallelDynamicStitch",
+            "ResourceGather",
+            "UnsortedSegmentMax",
+            "UnsortedSegmentMin",
+        ),
         layers=("Embedding",),
     ),
     KernelFact(
@@ -296,7 +311,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="ScatterNd",
         low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         terms="scattered",
-        gradient_of=("GatherNd", "ResourceGatherNd"),
+        gradient_of=("GatherNd", "ResourceGatherNd", "TensorScatterMax", "TensorScatterMin"),
     ),
     *(
         KernelFact(op=op, low=_in(eigen=_BOTH, gpu=_BOTH), terms="scattered into a tensor")
