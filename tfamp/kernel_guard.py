@@ -240,7 +240,12 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
     """Adds an op to a graph."""
     names = [each.name for each in op_inputs(op)] if op in GUARDED_OPS else []
     inputs = [keywords.get(each) for each in names]
-    attrs = {key: value for key, value in keywords.items() if key not in names}
+    kinds = tf_private.attr_kinds(op) if names else {}
+    attrs = {
+        key: tf.as_dtype(value) if kinds.get(key) == "type" and value is not None else value
+        for key, value in keywords.items()
+        if key not in names
+    }
     call = _call_of(op, inputs, attrs) if names else None
     if call is None:
         return original(op, name, **keywords)
