@@ -27,9 +27,9 @@ from helpers.kernel_cases import (
     peak,
     pooling,
     positive,
-    spread,
     scatter_into,
     sparse,
+    spread,
     zeros,
 )
 
@@ -399,12 +399,12 @@ LAYER_CASES: tuple[KernelCase, ...] = (
     _layer(
         "MultiHeadAttention", "Einsum Sum",
         lambda **k: L.MultiHeadAttention(2, 8, use_bias=False, **k),
-        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=2,
+        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=3,
     ),
     _layer(
         "GroupQueryAttention", "Einsum Sum",
         lambda **k: L.GroupQueryAttention(8, 2, 1, use_bias=False, **k),
-        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=2,
+        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=3,
     ),
     *(
         _layer(

@@ -500,8 +500,8 @@ UNMENDABLE: Mapping[str, str] = {
 
 
 # How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 * eps,
-# as each step may round in the same direction by half of what the sum's last digit is worth; usually
-# by much less. Four roundings of a result are 2 * eps.
+# as each step may round in the same direction, by half of what the last digit of the sum is worth;
+# usually by much less. Four roundings of a result are 2 * eps.
 SAFE_TERMS = 16
 
 
