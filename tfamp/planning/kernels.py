@@ -236,7 +236,7 @@ BROADCASTING = (
 # Ops whose gradients add up, by Sum, what one value was used for, or how many values are largest.
 _SHARING = (
     "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
-    "StatelessRandomGammaV2", "StatelessRandomGammaV3",
+    "StatelessParameterizedTruncatedNormal", "StatelessRandomGammaV2", "StatelessRandomGammaV3",
 )  # fmt: skip
 
 KERNEL_FACTS: tuple[KernelFact, ...] = (
