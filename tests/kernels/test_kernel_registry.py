@@ -52,7 +52,7 @@ _EXACT_GRADIENTS = {
     "ApproxTopK TopK TopKV2": "scatter each value to a place of its own",
     "LogSoftmax NthElement Softmax SparseSoftmax": "sum over the last axis, which is exact",
     "Reshape": "adds up slices, which the gradient before it has added up in float32",
-    "SparseReduceSum": "adds up integers",
+    "SparseReduceSum": "spreads; adds up only in a shape",
     "SparseSegmentMean SparseSegmentMeanWithNumSegments SparseSegmentSqrtN": "kernels in float32",
     "SparseSegmentSqrtNWithNumSegments SparseSegmentSum": "kernels in float32",
     "SparseSegmentSumWithNumSegments": "kernels in float32",

@@ -50,7 +50,6 @@ _WITHOUT_SUMS = (
     keras.layers.Permute,
     keras.layers.ReLU,
     keras.layers.Reshape,
-    keras.Sequential,  # It only calls its layers.
 )
 _EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
 
@@ -272,7 +271,7 @@ def guard_kernels(layer: Any) -> None:
     """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
     if is_built_in(layer) and isinstance(layer, _WITHOUT_SUMS):
         return
-    # A Functional runs ops between its layers, too.
+    # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
     for name in keras_hooks.methods_of_call(layer):
         if not is_wrapped_by(layer, name, _call_guarded):
             wrap_method(layer, name, functools.partial(_call_guarded, layer))
