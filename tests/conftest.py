@@ -69,3 +69,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A slow case of a slow test, or slow on two axes at once: CI meets what it is made of.
         if len(list(item.iter_markers("slow"))) > 1:
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture
+def exact_kernels(monkeypatch):
+    """Kernels of products count as exact, as oneDNN's are: another rule is tested."""
+    from tfamp import kernel_guard
+    from tfamp.machine import hardware
+
+    for module in (hardware, kernel_guard):
+        monkeypatch.setattr(module, "onednn_dtypes", lambda: frozenset(["bfloat16", "float16"]))

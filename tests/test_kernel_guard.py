@@ -232,6 +232,172 @@ def test_another_gradient_of_the_user_is_kept(low):
             assert session.run(gradient).astype("float32").tolist() == [5] * 4
 
 
+def _in(x, value, *shape):
+    return tf.fill(shape, tf.cast(value, x.dtype))
+
+
+def _spread(x):
+    return tf.broadcast_to(x, (ROWS, 4))
+
+
+# Gradients that add up, or count, what one value was used for.
+SHARED = {
+    "clipped": lambda x: tf.clip_by_value(_in(x, 3, ROWS, 4), 0 * x, x),
+    "filled": lambda x: tf.fill((ROWS,), x[0]),
+    "largest": lambda x: tf.reduce_max(_spread(x), 0),
+    "largest of a segment": lambda x: tf.math.segment_max(_spread(x), tf.zeros(ROWS, tf.int32)),
+    "largest of an unsorted segment": lambda x: tf.math.unsorted_segment_max(
+        _spread(x), tf.zeros(ROWS, tf.int32), 1
+    ),
+    "product of matrices": lambda x: tf.matmul(_in(x, 1, ROWS, 1, 4), x[:, tf.newaxis]),
+    "remainder": lambda x: tf.math.floormod(_in(x, 3, ROWS, 4), x),
+    "x log y": lambda x: tf.math.xlogy(x, _in(x, np.e, ROWS, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("by", ["eager", "function"])
+def test_gradients_add_up_and_count_what_was_shared_out(low, name, by):
+    run, x = SHARED[name], tf.Variable(tf.fill((4,), 2.0))
+
+    def gradient(dtype):
+        with tf.GradientTape() as tape:
+            with kernel_guard.guarded():
+                value = tf.cast(x, dtype)
+                result = run(tf.convert_to_tensor(value))
+            total = tf.reduce_sum(tf.cast(result, tf.float32))
+        return tape.gradient(total, x)
+
+    wrap = tf.function if by == "function" else lambda function: function
+    np.testing.assert_allclose(wrap(gradient)(low), wrap(gradient)("float32"), rtol=1e-2)
+
+
+# Layers of Keras whose own name says nothing of the ops they run, and inputs for a row.
+LAYERS = {
+    "RNN": (lambda: keras.layers.RNN(keras.layers.LSTMCell(4)), (2, 4)),
+    "RNN of two cells": (
+        lambda: keras.layers.RNN([keras.layers.SimpleRNNCell(4), keras.layers.GRUCell(4)]),
+        (2, 4),
+    ),
+    "PReLU": (lambda: keras.layers.PReLU(alpha_initializer="ones"), (4,)),
+    "ConvLSTM1D": (lambda: keras.layers.ConvLSTM1D(2, 1), (2, 1, 4)),
+    "EinsumDense": (lambda: keras.layers.EinsumDense("abc,cde->abde", (1, 2, 2)), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_run_what_others_define_are_guarded(low, name):
+    make, shape = LAYERS[name]
+    x = -np.random.default_rng(0).uniform(0.5, 1.5, (ROWS // 2, *shape)).astype("float32")
+
+    def gradients(policy):
+        keras.utils.set_random_seed(0)
+        with tfamp.policy_scope(policy):
+            layer = make()
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.cast(layer(x), tf.float32))
+        return tape.gradient(total, layer.trainable_variables)
+
+    for found, expected in zip(gradients(f"mixed_{low}"), gradients("float32"), strict=True):
+        error = np.abs(found - expected).max() / np.abs(expected).max()
+        assert error < (3e-3 if low == "float16" else 3e-2)
+
+
+BETWEEN_LAYERS = {
+    "cumulative sum": lambda h: keras.ops.cumsum(h, axis=0),
+    "product with the largest": lambda h: h * keras.ops.max(h, axis=0, keepdims=True),
+    "sum": lambda h: keras.ops.sum(h, axis=0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_LAYERS)
+def test_ops_between_the_layers_of_a_functional_are_guarded(low, name):
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (ROWS // 4, 4)).astype("float32") / 64
+
+    def results(policy):
+        with tfamp.policy_scope(policy):
+            inputs = keras.Input((4,))
+            h = keras.layers.Dense(4, kernel_initializer="ones")(inputs)
+            h = BETWEEN_LAYERS[name](h)
+            model = keras.Model(inputs, keras.layers.Dense(2, kernel_initializer="ones")(h))
+        with tf.GradientTape() as tape:
+            result = model(x)
+            total = tf.reduce_sum(result) / 1024  # within the range of float16
+        return [result, *tape.gradient(total, model.trainable_variables)]
+
+    for found, expected in zip(results(f"mixed_{low}"), results("float32"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-2)
+
+
+def test_the_gradient_of_a_vectorized_function_is_guarded(low):
+    bias = tf.Variable(tf.zeros(4))
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape, tfamp.autocast(low):
+            x, low_bias = tf.ones((4, ROWS // 4, 4), low), tf.cast(bias, low)
+            result = tf.vectorized_map(lambda row: tf.nn.bias_add(row, low_bias) + low_bias, x)
+            total = tf.reduce_sum(tf.cast(result, tf.float32))
+        return tape.gradient(total, bias)
+
+    np.testing.assert_allclose(gradient(), [2 * ROWS] * 4, rtol=4e-3)
+
+
+def test_a_lambda_is_guarded(low):
+    with tfamp.policy_scope(f"mixed_{low}"):
+        pool = keras.layers.Lambda(lambda x: tf.nn.avg_pool2d(x, 256, 1, "VALID"))
+    assert float(tf.reshape(pool(tf.fill((1, 256, 256, 1), 0.75)), [])) == 0.75
+
+
+def test_a_quantized_layer_is_guarded():
+    with tfamp.policy_scope("mixed_bfloat16"):
+        layer = keras.layers.Dense(4)
+    layer.build((None, 4))
+    layer.quantize("int8")
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(tf.cast(layer(tf.ones((ROWS, 4))), tf.float32))
+    (gradient,) = tape.gradient(total, layer.trainable_variables)
+    np.testing.assert_allclose(gradient, [ROWS] * 4, rtol=4e-3)
+
+
+@pytest.mark.parametrize("by", ["custom gradient", "recomputation"])
+def test_a_gradient_of_the_user_in_a_layer_of_a_policy_is_guarded(low, by):
+    class Biased(keras.layers.Layer):
+        def build(self, shape):
+            self.bias = self.add_weight(shape=(4,), initializer="zeros")
+
+        def call(self, x):
+            def add(x, bias):
+                return tf.nn.bias_add(x, bias) + bias
+
+            @tf.custom_gradient
+            def added(x, bias):
+                def gradient(upstream):
+                    total = tf.raw_ops.BiasAddGrad(out_backprop=upstream)
+                    return upstream, total + tf.reduce_sum(upstream, 0)
+
+                return add(x, bias), gradient
+
+            bias = tf.convert_to_tensor(self.bias)
+            return added(x, bias) if by == "custom gradient" else tf.recompute_grad(add)(x, bias)
+
+    with tfamp.policy_scope(f"mixed_{low}"):
+        layer = Biased()
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(tf.cast(layer(tf.ones((ROWS, 4))), tf.float32))
+    (gradient,) = tape.gradient(total, layer.trainable_variables)
+    np.testing.assert_allclose(gradient, [2 * ROWS] * 4, rtol=4e-3)
+
+
+@pytest.mark.parametrize("where", [tfamp.autocast, lambda _: kernel_guard.guarded()])
+def test_empty_lists_are_integers_where_ops_take_integers(low, where):
+    with where(low):
+        number = tf.constant(2, low)
+        results = [tf.broadcast_to(number, []), tf.tile(number, []), tf.fill([], number)]
+        results += [tf.reduce_sum(number, []), tf.reduce_mean(number, axis=[])]
+    assert [float(each) for each in results] == [2] * 5
+
+
 def small_model():
     layers = [keras.layers.Conv2D(4, 3), keras.layers.AveragePooling2D(2)]
     return keras.Sequential([keras.Input((8, 8, 3)), *layers, keras.layers.Flatten()])

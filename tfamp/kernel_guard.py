@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ _RECORDED = "_tfamp_recorded"
 _CAST = "_tfamp_cast"
 # On CPUs they have no float16 kernels, forward and backward.
 _POOLINGS = frozenset({"AvgPool3D", "MaxPool3D"})
+# Broadcasting ops that take the shape of the result, and those that broadcast all but two axes.
+_BY_A_SHAPE = frozenset({"BroadcastTo", "Tile"})
+_OF_MATRICES = frozenset({"BatchMatMulV2", "BatchMatMulV3"})
 
 
 @dataclass(eq=False)
@@ -74,9 +78,9 @@ def leave(guard: Any) -> None:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """Returns a context whose ops, and their gradients, add up in float32."""
-    guard = enter()
+def guarded(is_on: bool = True) -> Iterator[None]:
+    """Returns a context whose ops, and their gradients, add up in float32; see `enter`."""
+    guard = enter(is_on)
     try:
         yield
     finally:
@@ -190,9 +194,11 @@ def _runs_in_float32(call: _Call) -> bool:
 def _gradient_is_guarded(call: _Call) -> bool:
     """Whether the gradient of a call may run kernels that add up low."""
     dtypes = kernels.forward_ops(call.device, onednn_dtypes()).get(call.op, frozenset())
-    if call.op in BROADCASTING and call.op not in ("BroadcastTo", "Tile"):
+    if call.op in BROADCASTING and call.op not in _BY_A_SHAPE:
         # Only broadcast operands have a sum in their gradients.
         shapes = [_shape(value) for value in _flat(call.inputs)]
+        if call.op in _OF_MATRICES:
+            shapes = [None if shape is None else shape[:-2] for shape in shapes]
         if None not in shapes and all(shape == shapes[0] for shape in shapes):
             return False
     lacks_kernel = call.op in _POOLINGS and call.dtype == "float16"
@@ -234,7 +240,12 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
     """Adds an op to a graph."""
     names = [each.name for each in op_inputs(op)] if op in GUARDED_OPS else []
     inputs = [keywords.get(each) for each in names]
-    attrs = {key: value for key, value in keywords.items() if key not in names}
+    kinds = tf_private.attr_kinds(op) if names else {}
+    attrs = {
+        key: tf.as_dtype(value) if kinds.get(key) == "type" and value is not None else value
+        for key, value in keywords.items()
+        if key not in names
+    }
     call = _call_of(op, inputs, attrs) if names else None
     if call is None:
         return original(op, name, **keywords)
@@ -251,9 +262,40 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
 
 
 def record_gradient(original: Any, op: str, inputs: Any, attrs: Any, outputs: Any) -> None:
-    """Records an op on tapes, as the callers of `graph_op` do, unless that was done here."""
-    if not any(getattr(each, _RECORDED, False) for each in outputs):
-        original(op, inputs, attrs, outputs)
+    """Records an op on tapes, as the callers of `graph_op` do, unless that was done here.
+
+    It may be an op that `graph_op` did not make, as those are that vectorize a function.
+    """
+    if any(getattr(each, _RECORDED, False) for each in outputs):
+        return
+    if op in GUARDED_OPS and all(map(tf.is_symbolic_tensor, outputs)):
+        call = _call_of(op, list(inputs), dict(zip(attrs[::2], attrs[1::2], strict=True)))
+        if call is not None and _gradient_is_guarded(call):
+            _record(outputs[0].op, call)
+            return
+    original(op, inputs, attrs, outputs)
+
+
+def custom_gradient(original: Any, f: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a custom gradient, which may recompute the forward pass, as the guard here says."""
+    guard = _guards.innermost
+    if guard is None:
+        return original(f, args, kwargs)
+
+    @functools.wraps(f)
+    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result, grad_fn = f(*args, **kwargs)
+
+        @functools.wraps(grad_fn)
+        def gradient(*upstream: Any, **variables: Any) -> Any:
+            with guarded(guard.is_on):
+                return grad_fn(*upstream, **variables)
+
+        # TensorFlow looks for an argument named "variables".
+        gradient.__signature__ = inspect.signature(grad_fn)  # type: ignore[attr-defined]
+        return result, gradient
+
+    return original(with_gradient, args, kwargs)
 
 
 def function_context(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,6 +310,7 @@ def function_context(original: Any, *args: Any, **kwargs: Any) -> Any:
 hooks = Patch(
     eager_op=eager_op,
     graph_op=graph_op,
+    custom_gradient=custom_gradient,
     record_gradient=record_gradient,
     function_context=function_context,
 )
@@ -363,8 +406,9 @@ def _tensors(call: _Call) -> list[Any]:
             return [convert(each, given) for each in value]
         if isinstance(value, tf.Tensor):
             return value
-        is_float = given.dtype is None and bool(given.floats)
-        return tf.convert_to_tensor(value, call.dtype if is_float else given.dtype)
+        if given.dtype is None and given.floats:
+            return tf.convert_to_tensor(value, call.dtype)
+        return op_calls.as_tensor(value, given)
 
     return [*map(convert, call.inputs, op_inputs(call.op))]
 

@@ -313,3 +313,21 @@ def test_all_of_this_holds_with_eigens_kernels():
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert found.returncode == 0, found.stdout[-5000:]
+
+
+def test_an_exponential_in_float16_is_exact_with_its_scope_in_float32():
+    """The page on sums gives this pattern: the coefficients exceed float16."""
+    matrix = tf.random.stateless_normal((6, 6), [1, 2])
+
+    def step(matrix):
+        with tf.GradientTape() as tape:
+            tape.watch(matrix)
+            result = tf.linalg.expm(matrix @ tf.eye(6))
+        return result, tape.gradient(result, matrix)
+
+    expected = step(tf.cast(tf.cast(matrix, tf.float16), tf.float32))
+    fast = tfamp.rewrite(
+        step, dtype="float16", placement="lists", keep_float32=["matrix_exponential"]
+    )
+    for value, exact in zip(fast(matrix), expected, strict=True):
+        assert float(tf.norm(value - exact) / tf.norm(exact)) < 1e-3

@@ -302,6 +302,7 @@ def test_force_low_and_keep_float32_hold_at_any_price():
     assert (reasons["d"], reasons["a"]) == ("force_low", "keep_float32")
 
 
+@pytest.mark.usefixtures("exact_kernels")
 def test_float16_convolution_gradients_stay_float32_on_a_cpu_that_emulates_them():
     function = graph_models.concrete("cnn", train=True)
     graph_def = function.graph.as_graph_def(add_shapes=True)

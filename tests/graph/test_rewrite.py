@@ -66,6 +66,7 @@ def assert_second_rewrite_changes_nothing(function, result, dtype, **choices):
     assert again.plan.casts == ()
 
 
+@pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize(
     ("train", "choices"), [(False, {}), (True, {}), (True, CUT)], ids=["forward", "step", "cut"]
 )

@@ -57,7 +57,13 @@ class KernelCase:
 
 
 def positive(*shape: int, scale: float = 1.0) -> Data:
+    """Terms of nearly one size, which a low sum rounds in one direction."""
     return lambda random: random.uniform(scale, 1.1 * scale, shape)
+
+
+def spread(*shape: int, scale: float = 1.0) -> Data:
+    """Terms of several sizes: the gradients of attention to nearly equal ones cancel."""
+    return lambda random: random.uniform(0.5 * scale, 1.5 * scale, shape)
 
 
 def near_one(*shape: int, most: float = 0.02) -> Data:

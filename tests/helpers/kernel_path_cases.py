@@ -29,6 +29,7 @@ from helpers.kernel_cases import (
     positive,
     scatter_into,
     sparse,
+    spread,
     zeros,
 )
 
@@ -398,12 +399,12 @@ LAYER_CASES: tuple[KernelCase, ...] = (
     _layer(
         "MultiHeadAttention", "Einsum Sum",
         lambda **k: L.MultiHeadAttention(2, 8, use_bias=False, **k),
-        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=2,
+        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=3,
     ),
     _layer(
         "GroupQueryAttention", "Einsum Sum",
         lambda **k: L.GroupQueryAttention(8, 2, 1, use_bias=False, **k),
-        *[positive(16, 256, 8, scale=0.25)] * 2, roundings=2,
+        *[spread(16, 256, 8, scale=0.25)] * 2, roundings=3,
     ),
     *(
         _layer(

@@ -1,10 +1,12 @@
 """Prints the table of kernels as Markdown, measured on this machine.
 
     python tests/kernels/facts.py [--paths raw rewrite ...] [--dtype bfloat16] [--library Eigen]
+    python tests/kernels/facts.py --summary [--library Eigen]
 
 Each cell is the largest error of the cases for a row, as a root mean square relative to the result,
 in per cent, with its bias in brackets: of the kernel itself, and of functions and Keras layers that
-run it, gradients included, by each way to low precision.
+run it, gradients included, by each way to low precision. The summary has a line for each op: of the
+kernel, of Keras's policy, and the largest of tfamp's ways.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 _SETTINGS = {"Eigen": "0", "oneDNN": "1"}
 _KERAS = "Keras's policy"
-_PATHS = ("raw", "rewrite", "autocast", "policy", "O2", _KERAS)
+_TFAMP = ("rewrite", "autocast", "policy", "O2")
+_PATHS = ("raw", *_TFAMP, _KERAS)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--paths", nargs="+", choices=_PATHS, default=[*_PATHS], metavar="PATH")
+    made.add_argument("--summary", action="store_true", help="a line for each op, both dtypes")
     made.add_argument("--dtype", choices=("bfloat16", "float16"), help="both without it")
     made.add_argument("--library", choices=_SETTINGS, help="TensorFlow's own choice without it")
     return made
@@ -73,25 +77,55 @@ def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
     return [case for case in cases if kernel_paths.is_available(case, dtype, onednn_dtypes())]
 
 
+class _Measured:
+    """Cells of the table, each case measured once."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[str, str, str], Any] = {}
+
+    def cells(self, fact: Any, path: str, dtype: str) -> list[Any]:
+        found = []
+        for case in _cases_of(fact, path, dtype):
+            key = case.name, path, dtype
+            if key not in self._cells:
+                self._cells[key] = _cell(case, path, dtype)
+            found.append(self._cells[key])
+        return found
+
+
 def _print_table(paths: list[str], dtypes: list[str]) -> None:
     from tfamp.machine.hardware import onednn_dtypes
     from tfamp.planning.kernels import KERNEL_FACTS, library_of
 
-    print(f"| {' | '.join(['op', 'form', 'dtype', 'library', *paths])} |")
-    print("|---" * (4 + len(paths)) + "|")
-    measured: dict[tuple[str, str, str], Any] = {}
+    _print_head(["op", "form", "dtype", "library", *paths])
+    measured = _Measured()
     for fact in KERNEL_FACTS:
         for dtype in dtypes:
             row = [fact.op, fact.form, dtype, library_of(fact.op, dtype, "cpu", onednn_dtypes())]
-            for path in paths:
-                found = []
-                for case in _cases_of(fact, path, dtype):
-                    key = case.name, path, dtype
-                    if key not in measured:
-                        measured[key] = _cell(case, path, dtype)
-                    found.append(measured[key])
-                row.append(_text(found))
+            row += [_text(measured.cells(fact, path, dtype)) for path in paths]
             print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _print_summary() -> None:
+    from tfamp.planning.kernels import KERNEL_FACTS
+
+    ways = [("kernel", ["raw"]), (_KERAS, [_KERAS]), ("tfamp", [*_TFAMP])]
+    dtypes = ("bfloat16", "float16")
+    _print_head(["op", *(f"{dtype}: {name}" for dtype in dtypes for name, _ in ways)])
+    measured = _Measured()
+    for op in dict.fromkeys(fact.op for fact in KERNEL_FACTS):
+        facts = [fact for fact in KERNEL_FACTS if fact.op == op]
+        row = [f"`{op}`"]
+        for dtype in dtypes:
+            for _, paths in ways:
+                cells = [c for f in facts for p in paths for c in measured.cells(f, p, dtype)]
+                row.append(_text(cells).partition(" (")[0])
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _print_head(columns: list[str]) -> None:
+    print(f"| {' | '.join(columns)} |")
+    print(f"|---{'|---:' * (len(columns) - 1)}|")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -103,6 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update(TFAMP_PROFILE="builtin", TFAMP_CACHE="off")
     if options.library:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = _SETTINGS[options.library]
+    if options.summary:
+        _print_summary()
+        return
     _print_table(options.paths, [options.dtype] if options.dtype else ["bfloat16", "float16"])
 
 

@@ -1,11 +1,15 @@
 """Every op with a low kernel is in the table of kernels, or known not to need a row."""
 
+import inspect
+import re
+
 import pytest
+from tensorflow.python.framework import ops
 
 from helpers.kernel_categories import CATEGORIES, INTERNAL
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import tf_private
-from tfamp.planning.kernels import OPS
+from tfamp.planning.kernels import GUARDED_OPS, OPS
 
 
 def _low_ops() -> set[str]:
@@ -40,3 +44,35 @@ def test_an_op_is_in_one_place():
 def test_all_ops_of_the_categories_exist():
     named = frozenset().union(*CATEGORIES.values(), OPS)
     assert not sorted(named - tf_private.known_ops())
+
+
+# What gradient functions of TensorFlow call to add up, and those that add up nothing low.
+_SUMS = re.compile(r"reduce_sum|segment_sum|scatter_nd\b|bias_add_grad|_ReduceGradientArgs?\b")
+_EXACT_GRADIENTS = {
+    "ApproxTopK TopK TopKV2": "scatter each value to a place of its own",
+    "LogSoftmax NthElement Softmax SparseSoftmax": "sum over the last axis, which is exact",
+    "Reshape": "adds up slices, which the gradient before it has added up in float32",
+    "SparseReduceSum": "spreads; adds up only in a shape",
+    "SparseSegmentMean SparseSegmentMeanWithNumSegments SparseSegmentSqrtN": "kernels in float32",
+    "SparseSegmentSqrtNWithNumSegments SparseSegmentSum": "kernels in float32",
+    "SparseSegmentSumWithNumSegments": "kernels in float32",
+}
+
+
+def _source(function) -> str:
+    """The source of a gradient function and of the private functions that it calls."""
+    source = inspect.getsource(function)
+    called = (function.__globals__.get(name) for name in re.findall(r"\b(_\w+)\(", source))
+    return source + "".join(inspect.getsource(each) for each in called if inspect.isfunction(each))
+
+
+def test_gradients_that_add_up_are_in_the_table():
+    named = frozenset(" ".join(_EXACT_GRADIENTS).split())
+    low = {op for op in _low_ops() if not INTERNAL.fullmatch(op)}
+    registry = ops.gradient_registry._registry
+    functions = {op: registry[op]["type"] for op in low & set(registry) - GUARDED_OPS - named}
+    new = sorted(op for op, f in functions.items() if f and _SUMS.search(_source(f)))
+    assert not new, (
+        f"{', '.join(new)}: the gradient adds up, and no row in tfamp/planning/kernels.py has the "
+        "op in gradient_of. Measure it, then add it there or to _EXACT_GRADIENTS."
+    )

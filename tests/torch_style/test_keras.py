@@ -47,6 +47,7 @@ def self_attention():
     return keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True))
 
 
+@pytest.mark.usefixtures("exact_kernels")
 @both_dtypes
 @pytest.mark.parametrize("name", COMPUTING)
 def test_layers_compute_low_and_stay_close_to_float32(name, dtype):

@@ -140,6 +140,12 @@ def first_method_of_call(layer: Any) -> str:
     return "_check_super_called"
 
 
+def methods_of_call(layer: Any) -> tuple[str, str]:
+    """Names of the methods that compute a layer's results; the second once it is quantized."""
+    keras_symbol(layer, "quantized_call")
+    return "call", "quantized_call"
+
+
 def sublayers(layer: Any) -> tuple[Any, ...]:
     """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
     return tuple(keras_symbol(layer, "_layers"))

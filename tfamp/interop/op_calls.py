@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.interop import tf_private
+from tfamp.interop.tf_private import OpInput
 
 # Gradients of an op's inputs, given those of its outputs.
 Backward: TypeAlias = Callable[..., Sequence[Any]]
@@ -32,6 +33,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+
+
+def as_tensor(value: Any, given: OpInput) -> Any:
+    """Converts an input of an op to a tensor, as TensorFlow does before it runs the op."""
+    hint = None if hasattr(value, "dtype") else given.default
+    return tf.convert_to_tensor(value, given.dtype, dtype_hint=hint)
 
 
 class EagerOp:

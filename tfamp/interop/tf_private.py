@@ -164,6 +164,7 @@ class OpInput(NamedTuple):
         type_attr: The attribute that holds its dtype; None if that is fixed or a list.
         floats: The float dtypes that the attribute allows and that have a kernel on the device.
         dtype: The dtype if that is fixed, else None.
+        default: The dtype of values without one, such as an empty list; None for any.
         is_list: Whether it takes several tensors.
     """
 
@@ -171,6 +172,7 @@ class OpInput(NamedTuple):
     type_attr: str | None
     floats: frozenset[str]
     dtype: Any
+    default: Any
     is_list: bool
 
 
@@ -204,10 +206,17 @@ def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
             type_attr=_REAL_PART_OF.get(arg.type_attr, arg.type_attr) or None,
             floats=floats.get(arg.type_attr, frozenset()),
             dtype=tf.as_dtype(arg.type) if arg.type else None,
+            default=_default_dtype(definition, arg.type_attr),
             is_list=bool(arg.number_attr or arg.type_list_attr),
         )
         for arg in definition.input_arg
     )
+
+
+def _default_dtype(definition: Any, type_attr: str) -> Any:
+    """The dtype of a type attribute that an op takes without one; None if it infers it."""
+    found = next((attr.default_value.type for attr in definition.attr if attr.name == type_attr), 0)
+    return tf.as_dtype(found) if found else None
 
 
 @functools.cache

@@ -24,7 +24,6 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, layer_dtypes
 from tfamp.layers.layer_dtypes import ManagedLayer, WeakMap, graph_of, is_built_in, managed_layers
-from tfamp.planning import kernels
 from tfamp.policy import Policy, prepares_data
 
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
@@ -41,6 +40,17 @@ _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
     keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
 }
+# Keras's layers that add nothing up, nor do their gradients.
+_WITHOUT_SUMS = (
+    keras.layers.Concatenate,
+    keras.layers.Dropout,
+    keras.layers.Flatten,
+    keras.layers.Identity,
+    keras.layers.InputLayer,
+    keras.layers.Permute,
+    keras.layers.ReLU,
+    keras.layers.Reshape,
+)
 _EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
 
 
@@ -259,13 +269,12 @@ def manage(layer: Any, policy: Policy) -> None:
 
 def guard_kernels(layer: Any) -> None:
     """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
-    known = any(base.__name__ in kernels.LAYERS for base in type(layer).__mro__)
-    if isinstance(layer, keras.Sequential | keras_hooks.functional_class()) or (
-        is_built_in(layer) and not known
-    ):
+    if is_built_in(layer) and isinstance(layer, _WITHOUT_SUMS):
         return
-    if not is_wrapped_by(layer, "call", _call_guarded):
-        wrap_method(layer, "call", functools.partial(_call_guarded, layer))
+    # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
+    for name in keras_hooks.methods_of_call(layer):
+        if not is_wrapped_by(layer, name, _call_guarded):
+            wrap_method(layer, name, functools.partial(_call_guarded, layer))
 
 
 def _call_guarded(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -182,14 +182,15 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
     """Nodes that need float32: normalizations, measured values, and sums of low kernels."""
     found: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
+        # The last reason of a node is the one to tell: what its values mean, then what they are.
         of_scope: dict[int, Reason] = {}
-        if options.exact_statistics:
-            of_scope.update(statistics(index))
-            of_scope.update(softmax_gradients(index, options.dtype))
-        if use.ranges and use.limits:
-            of_scope.update(too_large(index, use.ranges, use.limits))
         if options.updates != "low":
             of_scope.update(inexact_nodes(index, options))
+        if options.exact_statistics:
+            of_scope.update(softmax_gradients(index, options.dtype))
+            of_scope.update(statistics(index))
+        if use.ranges and use.limits:
+            of_scope.update(too_large(index, use.ranges, use.limits))
         found.update((offset + position, reason) for position, reason in of_scope.items())
     return found
 

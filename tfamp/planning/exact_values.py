@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
-from tfamp.planning.kernels import safe_terms
+from tfamp.planning.kernels import stalling_terms
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -606,8 +606,6 @@ class _Tensors:
 # they have in common.
 
 _PRODUCTS, _SUMS, _MINUS = op_types("Mul"), op_types("Sum"), op_types("Sub")
-# Times `safe_terms`: how many values a low softmax may have whose gradient is computed.
-_SAFE_SOFTMAX = 4
 
 
 def softmax_gradients(index: GraphIndex, dtype: str) -> dict[int, Reason]:
@@ -620,7 +618,7 @@ def softmax_gradients(index: GraphIndex, dtype: str) -> dict[int, Reason]:
     Returns:
         Positions of the softmaxes, and of the nodes of their gradients, with the reason.
     """
-    limit = _SAFE_SOFTMAX * safe_terms(dtype)
+    limit = stalling_terms(dtype)
     wide = [
         position
         for position, node in enumerate(index.nodes)

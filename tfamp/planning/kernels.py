@@ -228,8 +228,15 @@ _ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
 _ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
 # Ops whose gradients add up over broadcast axes, by Sum.
 BROADCASTING = (
-    "Add", "AddV2", "Atan2", "BroadcastTo", "Div", "DivNoNan", "FloorDiv", "Maximum", "Minimum",
-    "Mul", "MulNoNan", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Tile", "Xdivy",
+    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue", "Div",
+    "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow", "RealDiv",
+    "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile", "Xdivy", "Xlog1py",
+    "Xlogy",
+)  # fmt: skip
+# Ops whose gradients add up, by Sum, what one value was used for, or how many values are largest.
+_SHARING = (
+    "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
+    "StatelessParameterizedTruncatedNormal", "StatelessRandomGammaV2", "StatelessRandomGammaV3",
 )  # fmt: skip
 
 KERNEL_FACTS: tuple[KernelFact, ...] = (
@@ -246,7 +253,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(
         op="Sum",
         low=_in(eigen=_F16, gpu=_F16),
-        gradient_of=BROADCASTING,
+        gradient_of=(*BROADCASTING, *_SHARING),
         layers=(*_DENSE_LAYERS, *_ALL_CONV_LAYERS, "RepeatVector", "LSTM", "GRU", "SimpleRNN"),
     ),
     KernelFact(
@@ -276,7 +283,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="SegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
-        gradient_of=("SegmentMean",),
+        gradient_of=("SegmentMax", "SegmentMean", "SegmentMin"),
     ),
     KernelFact(op="SegmentMean", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
     KernelFact(op="SegmentProd", low=_in(eigen=_BOTH, gpu=_BOTH), terms="segment ids"),
@@ -284,7 +291,15 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="UnsortedSegmentSum",
         low=_in(eigen=_BOTH, gpu=_BOTH),
         terms="segment ids",
-        gradient_of=("Gather", "GatherV2", "ResourceGather"),
+        gradient_of=(
+            "DynamicStitch",
+            "Gather",
+            "GatherV2",
+            "ParallelDynamicStitch",
+            "ResourceGather",
+            "UnsortedSegmentMax",
+            "UnsortedSegmentMin",
+        ),
         layers=("Embedding",),
     ),
     KernelFact(
@@ -296,7 +311,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="ScatterNd",
         low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         terms="scattered",
-        gradient_of=("GatherNd", "ResourceGatherNd"),
+        gradient_of=("GatherNd", "ResourceGatherNd", "TensorScatterMax", "TensorScatterMin"),
     ),
     *(
         KernelFact(op=op, low=_in(eigen=_BOTH, gpu=_BOTH), terms="scattered into a tensor")
@@ -484,13 +499,20 @@ UNMENDABLE: Mapping[str, str] = {
 # ---- Queries -------------------------------------------------------------------------------------
 
 
-def safe_terms(dtype: str) -> float:
-    """How many terms may be added up in a dtype: 64 in bfloat16, 512 in float16.
+# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 * eps,
+# as each step may round in the same direction, by half of what the last digit of the sum is worth;
+# usually by much less. Four roundings of a result are 2 * eps.
+SAFE_TERMS = 16
 
-    A sum of equal terms stops growing after four times as many. Up to here, measured, the error is
-    at most four times that of rounding the result.
+
+def stalling_terms(dtype: str) -> float:
+    """How many equal terms a sum in a dtype takes before it stops growing.
+
+    Example:
+        >>> stalling_terms("bfloat16"), stalling_terms("float16")
+        (256.0, 2048.0)
     """
-    return 0.5 / float_format(dtype).eps
+    return 2 / float_format(dtype).eps
 
 
 def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
@@ -526,12 +548,11 @@ def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) ->
         >>> fact_about(pooling, "bfloat16", "cpu", frozenset({"bfloat16"})) is None
         True
     """
-    limit = safe_terms(dtype)
     return next(
         (
             fact
             for fact in facts_of(call.op, dtype, device, onednn)
-            if FORMS[fact.form](call) and TERMS[fact.terms](call) > limit
+            if FORMS[fact.form](call) and TERMS[fact.terms](call) > SAFE_TERMS
         ),
         None,
     )

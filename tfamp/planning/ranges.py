@@ -18,13 +18,11 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
-from tfamp.planning.kernels import safe_terms
+from tfamp.planning.kernels import stalling_terms
 from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, Tensor, op_types, reach
 
 RULE = "calibration"
-# A sum of equal terms stops growing after so many times the number that is safe.
-_STALLS = 4
 # Scope, node, output port.
 TensorKey: TypeAlias = tuple[str, str, int]
 
@@ -61,11 +59,10 @@ class Limits:
         65504. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
         maximum.
 
-        A sum of equal terms that is accumulated in the dtype stops growing after four times
-        `kernels.safe_terms`: 2048 in float16, 256 in bfloat16. That is the limit of all sums.
+        A sum of equal terms that is accumulated in the dtype stops growing after
+        `kernels.stalling_terms`: 2048 in float16, 256 in bfloat16. That is the limit of all sums.
         Those that the table of `planning.kernels` knows to accumulate so are float32 from
-        `safe_terms` on, with and without calibration. Matmuls and convolutions
-        have no limit here.
+        `SAFE_TERMS` on, with and without calibration. Matmuls and convolutions have no limit here.
 
         Args:
             dtype: "float16" or "bfloat16".
@@ -78,7 +75,7 @@ class Limits:
             Limits(data_max=512.0, constant_max=65504.0, sum_depth=2048.0, matmul_depth=inf)
         """
         low = float_format(dtype)
-        return Limits(_DATA_MAX[dtype], low.max, _STALLS * safe_terms(dtype), math.inf)
+        return Limits(_DATA_MAX[dtype], low.max, stalling_terms(dtype), math.inf)
 
 
 @dataclass(frozen=True, slots=True)

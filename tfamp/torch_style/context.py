@@ -30,7 +30,7 @@ from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
-from tfamp.interop.op_calls import plain_attrs
+from tfamp.interop.op_calls import as_tensor, plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import state
@@ -159,7 +159,7 @@ def _as_tensors(value: Any, given: OpInput) -> Any:
     if value is None or isinstance(value, _TENSORS):
         return value
     with current_modes.set_to(None):
-        return tf.convert_to_tensor(value, given.dtype)
+        return as_tensor(value, given)
 
 
 def _target(
@@ -270,7 +270,7 @@ def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -
         @functools.wraps(grad_fn)
         def gradient(*dys: Any, **variables: Any) -> Any:
             # tape.gradient may be called after the context was left.
-            with kernel_guard.guarded(), hooks.held(), current_modes.set_to(mode):
+            with hooks.held(), current_modes.set_to(mode):
                 return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
 
         # TensorFlow looks for an argument named "variables".

@@ -13,6 +13,8 @@ from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.machine.hardware import detect
 
+pytestmark = pytest.mark.usefixtures("exact_kernels")
+
 NATIVE, PRODUCT = "Conv2DBackpropFilter", "MatMul"
 DEPTHWISE, FORWARD = "DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNative"
 UNEVEN = [[0, 0], [1, 0], [0, 1], [0, 0]]
