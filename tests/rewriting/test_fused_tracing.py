@@ -111,3 +111,13 @@ def test_it_is_put_back_after_an_error(batch):
     with pytest.raises(RuntimeError, match="mine"):
         tfamp.rewrite(fails, dtype="bfloat16")(batch[0])
     assert keras.layers.BatchNormalization.call is original
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prepared_model_has_the_fused_op_too(dtype, batch):
+    """What `prepare` wraps around layers does not hide the method that a rewrite replaces."""
+    model, _ = make()
+    model.compile("sgd", "mse")
+    settings = tfamp.prepare(model, level="O1", dtype=dtype).settings
+    fast = settings.rewrite(lambda x: model(x, training=True))
+    assert {node.op for node in fused_nodes(fast.concrete(batch[0]))} == {"FusedBatchNormV3"}

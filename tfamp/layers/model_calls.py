@@ -40,8 +40,10 @@ _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
     keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
 }
-# Keras's layers that add nothing up, nor do their gradients.
+# Keras's layers that add nothing up, nor do their gradients. BatchNormalization has rules of its
+# own: float32 statistics, by one kernel, and rewrites replace the method of its class.
 _WITHOUT_SUMS = (
+    keras.layers.BatchNormalization,
     keras.layers.Concatenate,
     keras.layers.Dropout,
     keras.layers.Flatten,
@@ -269,7 +271,8 @@ def manage(layer: Any, policy: Policy) -> None:
 
 def guard_kernels(layer: Any) -> None:
     """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
-    if is_built_in(layer) and isinstance(layer, _WITHOUT_SUMS):
+    is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
+    if is_plain and isinstance(layer, _WITHOUT_SUMS):
         return
     # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
     for name in keras_hooks.methods_of_call(layer):
