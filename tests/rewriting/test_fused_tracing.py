@@ -115,7 +115,7 @@ def test_it_is_put_back_after_an_error(batch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prepared_model_has_the_fused_op_too(dtype, batch):
-    """What `prepare` wraps around layers does not hide the method that a rewrite replaces."""
+    """Methods that `prepare` wraps do not hide the one that a rewrite replaces."""
     model, _ = make()
     model.compile("sgd", "mse")
     settings = tfamp.prepare(model, level="O1", dtype=dtype).settings
