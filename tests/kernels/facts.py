@@ -56,7 +56,6 @@ def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
     from helpers import kernel_paths
     from helpers.kernel_cases import RAW_CASES
     from helpers.kernel_path_cases import FUNCTION_CASES, LAYER_CASES
-    from tfamp.machine.hardware import onednn_dtypes
     from tfamp.planning.kernels import FORMS
 
     if path != "raw":
@@ -74,7 +73,7 @@ def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
             and kernel_paths.has_cpu_kernel(fact.op, dtype)
             and FORMS[fact.form](kernel_paths.op_call(case, dtype))
         ]
-    return [case for case in cases if kernel_paths.is_available(case, dtype, onednn_dtypes())]
+    return [case for case in cases if kernel_paths.is_available(case)]
 
 
 class _Measured:

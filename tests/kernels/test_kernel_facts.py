@@ -56,7 +56,7 @@ def _path_runs():
 
 
 def _skip_what_crashes(case: KernelCase, dtype: str) -> None:
-    if not kernel_paths.is_available(case, dtype, onednn_dtypes()):
+    if not kernel_paths.is_available(case):
         pytest.skip("TensorFlow's kernel of oneDNN corrupts memory on these shapes")
 
 
