@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import execute
 
 import tfamp
+from helpers.graph_asserts import graph_op_dtypes
 from tfamp import kernel_guard
 
 ROWS = 16384
@@ -438,3 +439,49 @@ def test_an_average_of_many_tensors_is_exact(low):
     assert average.dtype == low
     expected = tf.add_n([tf.cast(each, tf.float64) for each in low_values]) / 512
     np.testing.assert_allclose(tf.cast(average, tf.float64), expected, rtol=4e-3)
+
+
+def bias_gradient(low, shape):
+    """A function of an upstream value of a shape that returns the gradient of a bias."""
+
+    @tf.function(input_signature=[tf.TensorSpec(shape, low)])
+    def step(x):
+        bias = tf.zeros(4, low)
+        with tf.GradientTape() as tape:
+            tape.watch(bias)
+            with tfamp.autocast(low):
+                shifted = tf.nn.bias_add(x, bias)
+        return tape.gradient(shifted, bias)
+
+    return step
+
+
+def test_a_bias_gradient_in_a_graph_is_a_sum_without_a_cast_where_that_is_exact():
+    step = bias_gradient("bfloat16", (ROWS, 4))
+    ops = graph_op_dtypes(step.get_concrete_function().graph.as_graph_def())
+    assert ops["Sum"] == {"bfloat16"}
+    assert "Cast" not in ops
+    found = step(tf.ones((ROWS, 4), tf.bfloat16))
+    np.testing.assert_allclose(tf.cast(found, tf.float32), [ROWS] * 4, rtol=4e-3)
+
+
+def test_a_bias_gradient_of_unknown_rank_is_exact(low):
+    found = bias_gradient(low, None)(tf.ones((ROWS, 4), low))
+    np.testing.assert_allclose(tf.cast(found, tf.float32), [ROWS] * 4, rtol=4e-3)
+
+
+def test_second_derivatives_in_a_graph_go_through_the_sum(low):
+    @tf.function
+    def step():
+        bias = tf.zeros(4)
+        with tf.GradientTape() as outer:
+            outer.watch(bias)
+            with tf.GradientTape() as inner, tfamp.autocast(low):
+                inner.watch(bias)
+                given = tf.cast(tf.fill((ROWS, 4), 0.25), low)
+                shifted = tf.nn.bias_add(given, tf.cast(bias, low))
+                total = tf.reduce_sum(tf.cast(shifted, tf.float32) ** 3)
+            summed = tf.reduce_sum(inner.gradient(total, bias))
+        return outer.gradient(summed, bias)
+
+    np.testing.assert_allclose(step(), [6 / 4 * ROWS] * 4, rtol=1e-2)
