@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,10 @@ class WorkerError(RuntimeError):
     """A worker ended before it answered; the message is the last thing it wrote."""
 
 
+class NoAnswerError(WorkerError):
+    """A worker did not answer before the time was up."""
+
+
 class WorkerProcess:
     """A process that runs `benchmarks.worker`.
 
@@ -94,8 +99,13 @@ class WorkerProcess:
         except BrokenPipeError as error:
             raise WorkerError(self._last_words()) from error
 
-    def read(self) -> dict[str, Any]:
-        """Waits for the next answer."""
+    def read(self, end: float | None = None) -> dict[str, Any]:
+        """Waits for the next answer, until a time of `time.monotonic`."""
+        if end is not None:
+            # Between two answers nothing is left in the pipe's buffer.
+            left = max(0.0, end - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                raise NoAnswerError(TIME_IS_UP)
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(self._last_words())
@@ -132,9 +142,11 @@ class Group:
     Attributes:
         workers: Running workers, by system.
         failed: Reasons why the others ended.
+        end: Time of `time.monotonic` until which `together` waits for answers; None for no limit.
     """
 
     def __init__(self, systems: Iterable[str], options: Options) -> None:
+        self.end: float | None = None
         self.workers = {name: WorkerProcess(name, options) for name in systems}
         self.failed: dict[str, str] = {}
 
@@ -164,7 +176,7 @@ class Group:
             chunk = names[start : start + at_once]
             self._each(chunk, lambda worker: worker.send(do, **arguments))
             left = [name for name in chunk if name in self.workers]
-            yield from self._each(left, WorkerProcess.read).items()
+            yield from self._each(left, lambda worker: worker.read(self.end)).items()
 
     def _each(self, names: Sequence[str], action: Callable[[WorkerProcess], Any]) -> dict[str, Any]:
         answers = {}
@@ -172,11 +184,12 @@ class Group:
             try:
                 answers[name] = action(self.workers[name])
             except WorkerError as error:
-                if name == BASE:
+                is_late = isinstance(error, NoAnswerError)
+                if name == BASE and not is_late:
                     raise WorkerError(
                         f"{BASE}, which all are compared with, failed: {error}"
                     ) from error
-                self.failed[name] = f"failed: {error}"
+                self.failed[name] = str(error) if is_late else f"failed: {error}"
                 self.workers.pop(name).close()
         return answers
 
@@ -218,8 +231,9 @@ def measure(
         return run
     with workers([name for name in systems if name not in skipped], options) as group:
         _first_calls(group, run, options, progress)
-        rounds = _rounds(group, run.systems, options, progress)
+        rounds = _rounds(group, run.systems, options, progress) if BASE in group.workers else 0
         progress("Casts")
+        group.end = options.end
         for name, found in () if options.is_over else group.together("casts"):
             run.systems[name].casts, run.systems[name].cast_bytes = found["casts"], found["bytes"]
         if options.loss_steps:
@@ -251,10 +265,13 @@ def _first_calls(group: Group, run: WorkloadRun, options: Options, progress: Pro
     progress("first calls")
     warm = {}
     start = group.in_turn if options.end is None else group.together
+    if options.end is not None:  # Those that compile for longer leave the others time for steps.
+        now = time.monotonic()
+        group.end = now + (options.end - now) / 2
     for name, found in start("start", workload=run.workload, size=run.size):
         parts = {key: found[key] for key in ("build", "first_call", "rewrite")}
         run.systems[name], warm[name] = Measured(**parts), found["warm"]
-    for name, seconds in warm.items():
+    for name, seconds in warm.items() if BASE in warm else ():
         if seconds > _TOO_SLOW * warm[BASE]:
             times = f"{seconds / warm[BASE]:.0f} times as long as in {BASE}"
             run.skipped[name] = f"the step after the first takes {times}"

@@ -77,7 +77,9 @@ class Trainer:
 
     def put(self, batch: Batch) -> Any:
         """Brings a batch to the device."""
-        return tuple(map(tf.constant, batch))
+        on_device = tuple(map(tf.constant, batch))
+        tf.test.experimental.sync_devices()
+        return on_device
 
     def step(self, batch: Any) -> float:
         """Takes a step and waits until it is done; returns the loss."""

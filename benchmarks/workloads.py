@@ -12,14 +12,14 @@ from benchmarks import data
 
 Sizes = Mapping[str, int]
 SIZES = ("full", "reduced", "small")
-# Of a GPU with 80 GB. Other workloads have their full sizes there.
+# Of a GPU with 80 GB, on which eight systems are at once. Others have their full sizes there.
 _GPU_SIZES: Mapping[str, Sizes] = {
-    "mlp": {"layers": 6, "width": 8192, "batch": 4096},
+    "mlp": {"layers": 6, "width": 4096, "batch": 4096},
     "transformer": {
         **{"layers": 12, "width": 1024, "heads": 16},
-        **{"tokens": 512, "vocabulary": 8000, "batch": 16},
+        **{"tokens": 512, "vocabulary": 8000, "batch": 8},
     },
-    "resnet50": {"pixels": 224, "batch": 128},
+    "resnet50": {"pixels": 224, "batch": 64},
 }
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -258,7 +259,9 @@ class WorkerHere(interleaved.WorkerProcess):
     def send(self, do, **arguments):
         self._answers.append(getattr(self._worker, do)(**arguments))
 
-    def read(self):
+    def read(self, end=None):
+        if end is not None and time.monotonic() > end:
+            raise interleaved.NoAnswerError(interleaved.TIME_IS_UP)
         return self._answers.pop(0)
 
     def close(self):
@@ -301,7 +304,7 @@ def test_a_run_whose_time_is_up_says_what_it_did_not_do(tmp_path, capsys, monkey
     assert main([*arguments, "--gpu" if gpu else "--small"]) == 0
     run = results.from_json(json.loads(written.read_text(encoding="utf-8")))
     assert [each.workload for each in run.workloads] == ["mlp", "lstm"]
-    assert run.workloads[0].size["width"] == (8192 if gpu else 256)
+    assert run.workloads[0].size["width"] == (4096 if gpu else 256)
     for each in run.workloads:
         assert not each.systems
         assert each.skipped == dict.fromkeys(["float32", "rewrite"], interleaved.TIME_IS_UP)

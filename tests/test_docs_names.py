@@ -165,13 +165,20 @@ def is_table(text):
     return re.fullmatch(r"[\w\s*-]+", text) and not re.search(r"\b(?:the|a|is|of|in)\b", text)
 
 
+def is_program(tree):
+    """Whether a file parses options of its own."""
+    imports = (node for node in tree.body if isinstance(node, ast.Import))
+    return any(each.name == "argparse" for node in imports for each in node.names)
+
+
 @functools.cache
 def own_names():
     """Returns the names that this repository defines, and the names of its files and folders."""
     names = {ROOT.name}
     for path, tree in trees().items():
         names.update(defined_in(tree), path.relative_to(ROOT).parts, [path.stem])
-        if "tests" not in path.relative_to(ROOT).parts or path.name == "conftest.py":
+        in_tests = "tests" in path.relative_to(ROOT).parts
+        if not in_tests or path.name == "conftest.py" or is_program(tree):
             names.update(strings_in(tree))
     return frozenset(names)
 

@@ -5,9 +5,11 @@ import tensorflow as tf
 
 from helpers.acceptance_updates import ROUNDED, RULES, difference, rounded_bits
 from helpers.cases import first_of
+from tfamp.training.rounding import nearest
 
 pytestmark = pytest.mark.gpu
-LIMIT = 1e-6
+# Momentum on an H100: 1.3e-6, by a sum of products that rounds once.
+LIMIT = 2e-6
 OPTIMIZERS = pytest.mark.parametrize("name", first_of(ROUNDED, pytest.mark.long))
 
 
@@ -33,6 +35,28 @@ def test_update_without_xla(device, check):
         check.leave_out("XLA is unusable", "XLA found its files elsewhere")
     else:
         check("XLA is unusable", True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+def test_nearest(device, check, dtype, how):
+    """Rounding to nearest has the bits of a CPU's, op by op, in a graph and compiled."""
+    device.needs(dtype)
+
+    def bits(value):
+        return tf.bitcast(nearest(value, dtype), tf.uint16)
+
+    functions = {
+        "eager": bits,
+        "graph": tf.function(bits, autograph=False),
+        "jit": tf.function(bits, autograph=False, jit_compile=True),
+    }
+    with tf.device("CPU:0"):
+        value = tf.random.stateless_normal((1024, 1024), (1, 2))
+        expected = bits(value).numpy()
+    with tf.device(device.name):
+        found = functions[how](tf.identity(value)).numpy()
+    check("share of other bits", float((found != expected).mean()), equals=0.0)
 
 
 @OPTIMIZERS

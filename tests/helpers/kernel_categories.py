@@ -131,9 +131,9 @@ _TEXT: dict[str, str] = {
         BatchNormWithGlobalNormalizationGrad Conv3DBackpropFilter Conv3DBackpropInput TileGrad
     """,
     "kernels on GPUs only, not measured": """
-        AdjustContrastv2 AdjustHue AdjustSaturation CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2
-        CudnnRNNBackpropV3 CudnnRNNCanonicalToParams CudnnRNNCanonicalToParamsV2 CudnnRNNParamsSize
-        CudnnRNNParamsToCanonical CudnnRNNParamsToCanonicalV2 CudnnRNNV2 CudnnRNNV3
+        AdjustContrastv2 AdjustHue AdjustSaturation CudnnRNNCanonicalToParams
+        CudnnRNNCanonicalToParamsV2 CudnnRNNParamsSize CudnnRNNParamsToCanonical
+        CudnnRNNParamsToCanonicalV2
     """,
 }
 CATEGORIES: dict[str, frozenset[str]] = {

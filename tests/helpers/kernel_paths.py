@@ -47,11 +47,11 @@ def is_available(case: KernelCase) -> bool:
     return not (case.crashes_onednn and tf_private.uses_onednn())
 
 
-def has_cpu_kernel(op: str, dtype: str) -> bool:
+def has_kernel(op: str, dtype: str, device: str = "cpu") -> bool:
     return any(
         dtype in dtypes
         for kernel in tf_private.kernels(op)
-        if kernel.device in ("cpu", "default")
+        if kernel.device in (device, "default")
         for dtypes in kernel.dtypes.values()
     )
 

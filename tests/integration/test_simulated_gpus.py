@@ -67,11 +67,12 @@ def rnn_dtypes(graph_def):
 
 
 @pytest.mark.filterwarnings("ignore:This CPU:tfamp.TfampWarning")
-@pytest.mark.parametrize("low", first_of(LOW))
+@pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
-def test_lstm_and_gru_are_cudnns_in_low_precision(layer, low, with_gpu):
+def test_lstm_and_gru_are_cudnns_but_in_bfloat16(layer, low, with_gpu):
     x = tf.TensorSpec((2, 6, 8))
-    wanted = {"CudnnRNNV3": {low}, "CudnnRNNBackpropV3": {low}}
+    dtype = {"float16": "float16", "bfloat16": "float32"}[low]
+    wanted = {"CudnnRNNV3": {dtype}, "CudnnRNNBackpropV3": {dtype}}
     with tfamp.policy_scope(f"mixed_{low}"):
         traced = tf.function(recurrent_step(layer)).get_concrete_function(x)
     assert rnn_dtypes(traced.graph.as_graph_def()) == wanted

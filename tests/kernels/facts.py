@@ -3,10 +3,12 @@
     python tests/kernels/facts.py [--paths raw rewrite ...] [--dtype bfloat16] [--library Eigen]
     python tests/kernels/facts.py --summary [--library Eigen]
 
+With --library GPU, TensorFlow places the ops on the first GPU that it sees.
+
 Each cell is the largest error of the cases for a row, as a root mean square relative to the result,
-in per cent, with its bias in brackets: of the kernel itself, and of functions and Keras layers that
-run it, gradients included, by each way to low precision. The summary has a line for each op: of the
-kernel, of Keras's policy, and the largest of tfamp's ways.
+in per cent, with its bias in brackets, and its place if it is over 5: of the kernel itself, and of
+functions and Keras layers that run it, gradients included, by each way to low precision. The
+summary has a line for each op: of the kernel, of Keras's policy, and the largest of tfamp's ways.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SETTINGS = {"Eigen": "0", "oneDNN": "1"}
+_SETTINGS = {"Eigen": "0", "oneDNN": "1", "GPU": "1"}
 _KERAS = "Keras's policy"
 _TFAMP = ("rewrite", "autocast", "policy", "O2")
 _PATHS = ("raw", *_TFAMP, _KERAS)
+# Per cent from which on a cell names its case.
+_LARGE = 5
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,12 +36,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _device() -> str:
+    import tensorflow as tf
+
+    return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+
+
 def _cell(case: Any, path: str, dtype: str) -> Any:
     """The largest deviation of a case, or the error that it raised."""
     from helpers.kernel_paths import deviations, largest
 
     try:
-        return largest(deviations(case, path, dtype))
+        found = largest(deviations(case, path, dtype))
+        return found._replace(of=f"{found.of} of {case}")
     except Exception as error:  # noqa: BLE001 - a path that fails is a result
         return type(error).__name__
 
@@ -49,7 +60,8 @@ def _text(cells: list[Any]) -> str:
     if not measured:
         return ", ".join(sorted(set(cells))) or "-"
     worst = largest(measured)
-    return f"{100 * worst.error:.2f} ({100 * worst.bias:+.2f})"
+    text = f"{100 * worst.error:.2f} ({100 * worst.bias:+.2f})"
+    return f"{text}: {worst.of}" if 100 * worst.error > _LARGE else text
 
 
 def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
@@ -70,7 +82,7 @@ def _cases_of(fact: Any, path: str, dtype: str) -> list[Any]:
             case
             for case in RAW_CASES
             if case.rows[0] == fact.op
-            and kernel_paths.has_cpu_kernel(fact.op, dtype)
+            and kernel_paths.has_kernel(fact.op, dtype, _device())
             and FORMS[fact.form](kernel_paths.op_call(case, dtype))
         ]
     return [case for case in cases if kernel_paths.is_available(case)]
@@ -96,11 +108,13 @@ def _print_table(paths: list[str], dtypes: list[str]) -> None:
     from tfamp.machine.hardware import onednn_dtypes
     from tfamp.planning.kernels import KERNEL_FACTS, library_of
 
-    _print_head(["op", "form", "dtype", "library", *paths])
+    _print_head(["op", "form", "dtype", "library", "table", *paths])
     measured = _Measured()
     for fact in KERNEL_FACTS:
         for dtype in dtypes:
-            row = [fact.op, fact.form, dtype, library_of(fact.op, dtype, "cpu", onednn_dtypes())]
+            library = library_of(fact.op, dtype, _device(), onednn_dtypes())
+            judged = "low" if (library, dtype) in fact.low else "exact"
+            row = [fact.op, fact.form, dtype, library, judged]
             row += [_text(measured.cells(fact, path, dtype)) for path in paths]
             print(f"| {' | '.join(row)} |", flush=True)
 
@@ -136,6 +150,12 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update(TFAMP_PROFILE="builtin", TFAMP_CACHE="off")
     if options.library:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = _SETTINGS[options.library]
+    if options.library != "GPU":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    import tensorflow as tf
+
+    # A float32 reference on a GPU shall not be of TF32.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     if options.summary:
         _print_summary()
         return
