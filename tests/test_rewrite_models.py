@@ -138,6 +138,6 @@ def test_sums_of_products_of_integers_stay_float32(product, placement, dtype):
     reasons = {node.op: node.reason for node in fast.plan(x).nodes if node.dtype == "float32"}
     assert reasons["RealDiv"].rule == "behind deny"
     if product != "BatchMatMulV3":  # It holds no float.
-        # The kernel of a CPU may add up low as well.
-        assert reasons[product].rule in ("integers", "sum")
+        # The kernel of a CPU may add up low as well, and a Cast to integers takes one of them.
+        assert reasons[product].rule in ("integers", "sum", "angle")
     assert_close(fast(x), quantized(x), dtype, depth=DEPTH)

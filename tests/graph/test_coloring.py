@@ -42,7 +42,7 @@ def test_every_rule_names_its_cause():
     assert found["c"] == "it is next to a2, which is converted"
     assert found["d"] == "Exp is on the deny list"
     assert found["i"] == "it is computed from d, which needs float32"
-    assert found["n"] == "Sin is on no list"
+    assert found["n"] == "Cosh is on no list"
     assert found["i3"] == "it is neither between nor behind converted nodes"
     assert found["i7"] == "it computes with given data, which only products round"
     assert found["c5"] == "no node next to it is converted"

@@ -21,7 +21,7 @@ OPS = {
     "i": ("Sigmoid", "AddV2"),
     "d": ("Exp", "Pow"),
     "c": ("Relu", "Maximum"),
-    "n": ("Sin", "Atan2"),
+    "n": ("Cosh", "Atan2"),
 }
 
 # What the coloring tests expect; the parity tests run the same graphs through TensorFlow's pass.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -409,6 +411,30 @@ def copy_annotations(source: Any, target: Any) -> None:
 
 
 # ---- Calls of layers -----------------------------------------------------------------------------
+
+# Layers of KerasHub that compute sines of positions.
+_ANGLES = re.compile(
+    r"(AudioRelative|Frequency|Roformr?|Rope|Rotary|Sine|Sinusoidal)\w*(Embedding|Encoding)s?$"
+)
+_POLICIES = threading.RLock()
+
+
+def turns_positions(layer: Any) -> bool:
+    """Whether a layer of KerasHub computes angles of positions, which low precision turns."""
+    made_by = type(layer).__module__.partition(".")[0]
+    return made_by in ("keras_hub", "keras_nlp") and bool(_ANGLES.search(type(layer).__name__))
+
+
+@contextlib.contextmanager
+def computing_in_float32(layer: Any) -> Iterator[None]:
+    """A context in which a layer, which casts by its own `compute_dtype`, has that of float32."""
+    with _POLICIES:  # Replicas share the layer.
+        policy = layer.dtype_policy
+        layer.dtype_policy = keras.DTypePolicy("float32")
+        try:
+            yield
+        finally:
+            layer.dtype_policy = policy
 
 
 def reading_in(layer: Any, dtype: str) -> Any:

@@ -91,6 +91,8 @@ def protect_values(layer: Any) -> None:
     for layer_class, applies in _FLOAT32_INSIDE.items():
         if isinstance(layer, layer_class):
             _compute_in_float32(layer, layer_class, applies)
+    if keras_hooks.turns_positions(layer):
+        _compute_angles_in_float32(layer)
     if isinstance(layer, keras_hooks.functional_class()):
         return  # casts no inputs
     if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
@@ -140,6 +142,22 @@ def _compute_in_float32(layer: Any, layer_class: Any, applies: Callable[[Any, bo
         args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
         with keras_hooks.reading_variables_in(None):
             return layer_dtypes.lowered(original(*args, **kwargs), layer.compute_dtype)
+
+    wrap_method(layer, "call", call)
+
+
+def _compute_angles_in_float32(layer: Any) -> None:
+    """Makes a layer compute angles of exact positions in float32, with low outputs."""
+    _uncast(layer)
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        dtype = layer.compute_dtype
+        if dtype not in LOW_PRECISION:
+            return original(*args, **kwargs)
+        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
+        with keras_hooks.computing_in_float32(layer), keras_hooks.reading_variables_in(None):
+            found = original(*args, **kwargs)
+        return layer_dtypes.lowered(found, dtype)
 
     wrap_method(layer, "call", call)
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots, softmax_gradients, statistics
+from tfamp.planning.exact_values import ends_of, exact_slots
 from tfamp.planning.inexact_kernels import inexact_nodes
+from tfamp.planning.loop_states import kept_variables
+from tfamp.planning.normalizations import softmax_gradients, statistics
 from tfamp.planning.options import (
     ChosenNodes,
     GraphUse,
@@ -43,7 +45,6 @@ from tfamp.planning.structures import (
     Tensor,
     TypeSlot,
     free_name,
-    reach,
 )
 
 
@@ -107,7 +108,7 @@ def decide(
     if options.updates != "low":  # With exactly Grappler's lists there are none.
         fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
         loops = [number for number, runs in enumerate(joined.runs) if runs > 1]
-        ends = ends_of(joined.scopes, joined.slots, loops, fetched)
+        ends = ends_of(joined.scopes, joined.slots, loops, joined.conditions, fetched)
         exact = exact_slots(joined.index, options.colors, ends, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
@@ -313,10 +314,6 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
 # Estimated number of iterations of a loop.
 ITERATIONS = 32
 
-_ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
-_ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
-_INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
-
 
 class Link(NamedTuple):
     """The function of a loop.
@@ -324,11 +321,13 @@ class Link(NamedTuple):
     Attributes:
         caller: Position of the scope of the loop.
         node: Position of the loop there.
+        attr: The loop's attribute that names the function: "cond" or "body".
         slots: Slots of the function's arguments and results, with the loop's slot for each.
     """
 
     caller: int
     node: int
+    attr: str
     slots: Mapping[int, int]
 
 
@@ -343,6 +342,7 @@ class Joined:
         slots: For each scope the position in `index` of each of its slots.
         kept: Loop variables, as slots of `index`, that stay float32, with the reason.
         runs: For each scope the estimated number of runs, by the loops around it.
+        conditions: Positions of the scopes that are conditions of joined loops.
     """
 
     scopes: Sequence[GraphIndex]
@@ -351,6 +351,7 @@ class Joined:
     slots: Sequence[Sequence[int]]
     kept: Mapping[int, Reason]
     runs: Sequence[int]
+    conditions: Collection[int]
 
     def join_costs(self, costs: Sequence[ScopeCosts], safe: Collection[int]) -> ScopeCosts:
         """Returns the costs of all scopes as one, multiplied by their numbers of runs.
@@ -404,14 +405,15 @@ def join(
         for inner, outer in link.slots.items():
             slots[number][inner] = slots[link.caller][outer]
     for number in links:
-        kept.update(_kept(scopes[number], slots[number], weights))
+        kept.update(kept_variables(scopes[number], slots[number], weights))
 
     def runs(number: int) -> int:
         return ITERATIONS * runs(links[number].caller) if number in links else 1
 
     index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, slots, links)
     every = [runs(number) for number in range(len(scopes))]
-    return Joined(scopes, index, offsets[:-1], slots, kept, every)
+    conditions = [number for number, link in links.items() if link.attr == "cond"]
+    return Joined(scopes, index, offsets[:-1], slots, kept, every, conditions)
 
 
 def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
@@ -424,13 +426,16 @@ def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int,
             if node.op not in LOOPS or colors.get(node.op) != "clear":
                 continue
             found = {
-                numbers[name]: _shared_slots(scope, node, attr, scopes[numbers[name]])
+                numbers[name]: Link(
+                    *(caller, position, attr),
+                    _shared_slots(scope, node, attr, scopes[numbers[name]]),
+                )
                 for attr, name in node.calls
                 if name in numbers and callers[name] == 1
             }
             # All functions of a loop or none: they share its slots.
-            if len(found) == len(node.calls) and all(found.values()):
-                links.update((n, Link(caller, position, slots)) for n, slots in found.items())
+            if len(found) == len(node.calls) and all(link.slots for link in found.values()):
+                links.update(found)
     return links
 
 
@@ -459,6 +464,7 @@ def _join_indexes(
     slots: list[TypeSlot] = []
     edges: list[Edge] = []
     largest: dict[int, float] = {}
+    shapes: dict[Tensor, tuple[int | None, ...]] = {}  # of these constants
     for number, scope in enumerate(scopes):
         joined, offset = places[number], offsets[number]
         shared = links[number].slots if number in links else {}
@@ -475,35 +481,8 @@ def _join_indexes(
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]
             edges.append(Edge(*ends, port, edge.input, edge.tensor))
-        largest.update((offset + position, value) for position, value in scope.largest.items())
-    return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges), largest=largest)
-
-
-def _kept(
-    body: GraphIndex, places: Sequence[int], weights: Collection[tuple[str, str]]
-) -> dict[int, Reason]:
-    """Loop variables that stay float32, and the ops that accumulate them."""
-    arguments = [node.slots[0] for node in body.nodes if node.op == ARGUMENT]
-    results = [node.slots[0] for node in body.nodes if node.op == RESULT]
-    if len(arguments) != len(results):  # the condition of a loop, not its body
-        return {}
-    kept = {}
-    for argument, result in zip(arguments, results, strict=True):
-        (made,) = _origins(body, result)
-        is_weight = (body.scope, body.node_of(argument).name) in weights
-        if body.slots[argument].dtype != FLOAT32 or (made == argument and is_weight):
-            continue
-        if made == argument:
-            kept[places[argument]] = _INVARIANT
-        elif body.node_of(made).op in _ADDING and argument in _origins(body, made):
-            kept[places[argument]] = kept[places[made]] = _ADDS_UP
-    return kept
-
-
-def _origins(body: GraphIndex, slot: int) -> list[int]:
-    """The sources of a slot, past Identity nodes."""
-
-    def made(source: int) -> Iterable[int]:
-        return body.fanin[source] if body.node_of(source).op == "Identity" else ()
-
-    return [list(reach([source], made))[-1] for source in body.fanin[slot]]
+        for position, value in scope.largest.items():
+            largest[offset + position] = value
+            if (shape := scope.shapes.get((position, 0))) is not None:
+                shapes[offset + position, 0] = shape
+    return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges), shapes, largest)

@@ -1,36 +1,40 @@
 """Selects slots that stay float32 for the values they hold, whatever their ops; framework-free.
 
-Six rules, all by structure and none by names:
+All rules go by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
-  returned, is computed in float32 from the last product on: a loss has float32's digits, and
-  probabilities sum to 1. If a loss subtracts given data from predictions, the product that computes
-  these stays float32 too, as the output layer does under a policy.
+  returned, is computed in float32 from the last product with a weight on: a loss has float32's
+  digits, and probabilities sum to 1. Products of activations in between, as in a Gram matrix, and
+  those of their gradients, are float32 too. If a loss subtracts given data from predictions, the
+  product that computes these stays float32, as the output layer does under a policy.
+- **Updates.** In float16 what leads from the last product of a gradient to an optimizer is float32:
+  divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
 - **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
-  positions, does not become infinite, and 1e-12 not zero: arithmetic with it stays float32 up to
-  the next softmax or product.
-- **Decompositions.** A matrix that a Qr or Cholesky op takes is float32 from the last product on,
-  that product included: these ops multiply rounding errors by a condition number.
-- **Normalizations.** See the second part.
-- **Gradients of softmaxes** over many values. See the last part.
+  positions, does not become infinite, 1e-12 not zero, and 0.999 not one: arithmetic with it stays
+  float32 up to the next softmax or product.
+- **Decompositions, angles, indices.** What a Qr or Cholesky op takes is float32 from the last
+  product on, that product included: these ops multiply rounding errors by a condition number. So is
+  what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000 turns an
+  angle by a sixth, and an index becomes another one.
+- **Conditions of loops.** What a loop compares with a tolerance is float32, from the last product
+  on, this included: rounded values need not come closer to each other.
 
-A product is an op of the allow list. The selected slots stay as they are and the passes work around
-them; unlike a denied op, they do not make the nodes behind them float32.
+`normalizations` finds others. A product is an op of the allow list. The selected slots stay as they
+are and the passes work around them; unlike a denied op, they do not make the nodes behind them
+float32.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
-from tfamp.planning.kernels import stalling_terms
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -53,6 +57,10 @@ _GIVEN = Reason("data", "it computes with given data, which only products round"
 _DECOMPOSED = Reason(
     "decomposition", "a decomposition or solver would multiply its rounding errors"
 )
+_TURNED = Reason("angle", "it becomes an angle or an index, which rounding errors change")
+_CONDITION = Reason("condition", "it decides when a loop ends")
+_BEHIND_WEIGHTS = Reason("result", "it multiplies activations, behind the last weight of a result")
+_UPDATE = Reason("update", "it leads from the last product of a gradient to where this is used")
 
 # Ops whose results are data from outside of the graph.
 _SOURCES = op_types("""
@@ -65,6 +73,13 @@ CHOICES = op_types("""
 # Ops with bounded results.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
+# Periodic functions and roundings; Casts to integers are others.
+_TURNING = op_types("Bucketize Ceil Cos Floor FloorDiv FloorMod Mod Rint Round Sin Tan")
+_FINITE = op_types("IsFinite IsInf IsNan")
+# Ops that look at shapes only.
+_SIZES = op_types("Rank Shape ShapeN Size TensorListElementShape TensorListLength")
+_VARIABLES = op_types("ReadVariableOp Variable VariableV2")
+_ADDITIONS = op_types("Add AddV2 BiasAdd Sub")
 _DIFFERENCES = op_types("SquaredDifference Sub")
 # Nodes of TensorFlow 1's loops, which change as a whole or not at all.
 _FRAMES = op_types("Enter Exit Merge NextIteration Switch")
@@ -80,6 +95,7 @@ class Ends:
         scalars: Scalars that are returned or stored.
         unused: Scalars without consumers: losses that are only differentiated.
         stored: Larger tensors that are stored: the updates of weights.
+        conditions: Results of the conditions of loops, of any dtype.
     """
 
     given: _Ordered = field(default_factory=dict)
@@ -87,12 +103,14 @@ class Ends:
     scalars: _Ordered = field(default_factory=dict)
     unused: _Ordered = field(default_factory=dict)
     stored: _Ordered = field(default_factory=dict)
+    conditions: _Ordered = field(default_factory=dict)
 
 
 def ends_of(
     scopes: Sequence[GraphIndex],
     slots: Sequence[Sequence[int]],
     joined: Collection[int],
+    conditions: Collection[int],
     fetched: Iterable[int],
 ) -> Ends:
     """Finds where the values of a graph and its functions come from, and where they go.
@@ -103,6 +121,7 @@ def ends_of(
         scopes: The scopes, each with its shapes; the graph itself is the first.
         slots: For each scope the slot of the joined graph for each of its slots.
         joined: Positions of the functions that are joined with their loops.
+        conditions: Positions of those that are conditions of loops.
         fetched: Positions of the nodes of the graph that are fetched.
     """
     ends = Ends()
@@ -130,6 +149,9 @@ def ends_of(
             elif stores:
                 ends.stored[of_scope[edge.source]] = None
         ends.unused.update((of_scope[slot], None) for slot in _unused_scalars(scope))
+        if number in conditions:
+            decided = (slot for node in scope.nodes if node.op == RESULT for slot in node.slots)
+            ends.conditions.update((of_scope[slot], None) for slot in decided)
     for slot in [*ends.scalars, *ends.results]:
         ends.unused.pop(slot, None)
     return ends
@@ -166,12 +188,17 @@ def exact_slots(
         The slots, with the reason.
     """
     values = _Values(index, colors)
-    data = values.data(ends.given)
+    data, stored = values.data(ends.given)
+    gradients = values.gradients([*ends.scalars, *ends.unused])
+    updates = values.updates(ends, gradients) if dtype == "float16" else ()
     return {
         **values.masked(dtype),
-        **dict.fromkeys(values.computing_with(data), _GIVEN),
-        **values.before_results(ends, data),
+        **dict.fromkeys(updates, _UPDATE),
+        **dict.fromkeys(values.computing_with(data, stored), _GIVEN),
+        **values.before_results(ends, data, gradients),
         **dict.fromkeys(values.before_decompositions(), _DECOMPOSED),
+        **dict.fromkeys(values.before_angles(), _TURNED),
+        **dict.fromkeys(values.before_conditions(ends.conditions), _CONDITION),
     }
 
 
@@ -211,18 +238,12 @@ class _Values:
 
     def masked(self, dtype: str) -> dict[int, Reason]:
         """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
-        limits, nodes = float_format(dtype), self._index.nodes
-        large, tiny = set[int](), set[int]()
-        for node, size in self._index.largest.items():
-            if size > limits.max / 2:  # Two of them may be added.
-                large.update(nodes[node].slots)
-            elif 0 < size < limits.smallest_subnormal / 2:  # It may be all that is divided by.
-                tiny.update(nodes[node].slots)
-        if not large and not tiny:
+        large, lost = self._constants_beyond(dtype)
+        if not large and not lost:
             return {}
         # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
         # choices to the range of the dtype.
-        fits = dict.fromkeys([*large, *tiny], False)
+        fits = dict.fromkeys([*large, *lost], False)
         found: dict[int, Reason] = {}
         for _ in self._walks(found, fits):
             for slot in self._order:
@@ -244,8 +265,25 @@ class _Values:
                 found[slot] = found[behind]
         return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
 
-    def data(self, given: Iterable[int]) -> frozenset[int]:
-        """Slots of given data, also moved, or computed from data and weights only."""
+    def _constants_beyond(self, dtype: str) -> tuple[set[int], set[int]]:
+        """Slots of constants that become infinite in a dtype, and of those that become 0 or 1."""
+        limits = float_format(dtype)
+        large, lost = set[int](), set[int]()
+        for node, size in self._index.largest.items():
+            slots = self._index.nodes[node].slots
+            is_number = all(map(self._is_number, slots))
+            next_to_one = 0 < abs(size - 1) < limits.eps / (4 if size < 1 else 2)
+            if size > limits.max / 2:  # Two of them may be added.
+                large.update(slots)
+            elif 0 < size < limits.smallest_subnormal / 2 or (is_number and next_to_one):
+                lost.update(slots)  # It may be all that is divided by.
+        return large, lost
+
+    def data(self, given: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Slots of given data, also moved, or computed from data and what is stored; these, too.
+
+        What is stored are variables and constants, and what is computed from these only.
+        """
         slots, data = self._index.slots, set(given)
         is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
         # Sizes of tensors do not count: they are in another slot of a Shape.
@@ -256,21 +294,24 @@ class _Values:
         for slot in integers:
             if self._ops[slot] == "Cast":
                 data.update(self._index.node_of(slot).slots)
-        neutral: set[int] = set()
-        for _ in self._walks(data, neutral):
+        stored: set[int] = set()
+        for _ in self._walks(data, stored):
             for slot in self._order:
                 sources = [each for each in self._sources[slot] if each != slot]
                 if slot in data or self._multiplies[slot]:
                     continue
                 if data.isdisjoint(sources):
-                    if neutral.issuperset(sources):
-                        neutral.add(slot)
-                elif self._moves(slot) or all(each in data or each in neutral for each in sources):
+                    if stored.issuperset(sources):
+                        stored.add(slot)
+                elif self._moves(slot) or all(each in data or each in stored for each in sources):
                     data.add(slot)
-        return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
+        return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32), frozenset(stored)
 
-    def computing_with(self, data: Collection[int]) -> Iterable[int]:
-        """Slots of arithmetic on given data, and ops that move the data there, up to a softmax."""
+    def computing_with(self, data: Collection[int], stored: frozenset[int]) -> Iterable[int]:
+        """Slots of arithmetic on given data, and ops that move the data there, up to a softmax.
+
+        What is added on the way to a softmax may be a mask, or distances, that is stored.
+        """
         arithmetic = [
             slot
             for slot in self._order
@@ -281,9 +322,20 @@ class _Values:
         moved = reach(arithmetic, along(lambda s: s in data and self._moves(s), self._sources))
         softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
         leading = reach(softmaxes, along(lambda s: not self._multiplies[s], self._sources))
-        mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
+        mixing = [slot for slot in arithmetic if slot not in data and slot in leading]
+        mixing += (slot for slot in self._order if slot in leading and self._adds(slot, stored))
         masked = reach(mixing, along(leading.__contains__, self._targets))
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
+
+    def _adds(self, slot: int, stored: frozenset[int]) -> bool:
+        """Whether a slot adds what is stored to other values; numbers do not count."""
+        sources = self._sources[slot]
+        if self._ops[slot] not in _ADDITIONS or stored.issuperset(sources):
+            return False
+        return any(source in stored and not self._is_number(source) for source in sources)
+
+    def _is_number(self, slot: int) -> bool:
+        return self._index.shapes.get((self._index.slots[slot].node, 0)) == ()
 
     def before_decompositions(self) -> Iterable[int]:
         """Slots from the last products before decompositions on, these products included.
@@ -299,23 +351,76 @@ class _Values:
         before = reach(roots, leading)
         return [s for s in before if self._colors[s] == "allow" or self._may_stay(s)]
 
-    def before_results(self, ends: Ends, data: Collection[int]) -> dict[int, Reason]:
-        """Slots behind the last product before a result, and products compared with data.
+    def before_angles(self) -> Iterable[int]:
+        """Slots from the last products before angles and indices on, these products included."""
+        roots = [slot for slot in self._order if self._ops[slot] in _TURNING]
+        for node in self._index.nodes:
+            dtypes = {self._index.slots[slot].dtype for slot in node.slots}
+            if node.op == "Cast" and any("int" in dtype for dtype in dtypes):
+                given = (slot for slot in node.slots if self._index.slots[slot].attr == "SrcT")
+                roots += (slot for slot in given if self._index.slots[slot].dtype == FLOAT32)
+        return self._with_last_products(roots)
+
+    def before_conditions(self, conditions: Iterable[int]) -> Iterable[int]:
+        """Slots from the last products before the conditions of loops on, these included."""
+        roots = [*conditions, *(s for s, op in enumerate(self._ops) if op == "LoopCond")]
+        found = reach(roots, self._decided_by)
+        return self._with_last_products(slot for slot in found if self._is_float(slot))
+
+    def _decided_by(self, slot: int) -> Iterable[int]:
+        """The sources of a slot; of a comparison's result the operands, whose slots are others."""
+        op = self._ops[slot]
+        if self._multiplies[slot] or op in _SIZES:
+            return ()
+        apart = self._is_float(slot) or op in LOOPS or op in _FRAMES or op == "IdentityN"
+        slots = (slot,) if apart else self._index.node_of(slot).slots
+        return [source for own in slots for source in self._index.fanin[own]]
+
+    def _is_float(self, slot: int) -> bool:
+        return self._index.slots[slot].dtype == FLOAT32
+
+    def _with_last_products(self, roots: Iterable[int]) -> Iterable[int]:
+        before = reach(roots, lambda s: () if self._multiplies[s] else self._sources[s])
+        return [s for s in before if self._colors[s] == "allow" or self._may_stay(s)]
+
+    def updates(self, ends: Ends, gradients: Collection[int]) -> Iterable[int]:
+        """Slots between the last products, or sums, of gradients and what these are used for."""
+        checks = (slot for slot in self._order if self._ops[slot] in _FINITE)
+        roots = (s for s in [*ends.stored, *ends.results, *checks] if s in gradients)
+        parts = (s for s in self._last_parts(roots) if self._ops[s] not in REDUCTIONS)
+        return [s for s in parts if s in gradients and self._may_stay(s)]
+
+    def _last_parts(self, roots: Iterable[int]) -> Collection[int]:
+        """Slots that lead to some slots without a product or a reduction between."""
+        return reach(
+            roots,
+            lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
+        )
+
+    def before_results(
+        self, ends: Ends, data: Collection[int], gradients: Collection[int]
+    ) -> dict[int, Reason]:
+        """Slots behind the last product with a weight before a result, and some products.
 
         The last product of one result may be an early one of another: for each slot a number holds
-        a bit for every result that it leads to, and one for those it leads to through a product.
+        a bit for every result that it leads to, and one for those it leads to through a product
+        with a weight.
         """
-        gradients = self._gradients([*ends.scalars, *ends.unused])
         ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
         returned = [slot for slot in ends.results if slot in gradients]
         # Updates of weights have their own rule, back to the last reduction.
-        updates = reach(
-            [*ends.stored, *returned],
-            lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
-        )
-        leads, through = self._ways([*ends.scalars, *ours], updates)
+        updates = self._last_parts([*ends.stored, *returned])
+        weights = self._weights(ends)
+        crosses = [
+            multiplies and (slot in gradients or not weights.isdisjoint(self._sources[slot]))
+            for slot, multiplies in enumerate(self._multiplies)
+        ]
+        leads, through = self._ways([*ends.scalars, *ours], updates, crosses)
         before = {slot for slot in self._order if leads[slot] & ~through[slot]}
         found = [slot for slot in self._order if slot in before and self._may_stay(slot)]
+        of_activations = [
+            s for s in before if self._colors[s] == "allow" and not crosses[s] and s not in updates
+        ]
         compared = (
             slot
             for slot in found
@@ -325,7 +430,12 @@ class _Values:
         last = (
             s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
         )
-        kept = {**dict.fromkeys(found, _ON_THE_WAY), **dict.fromkeys(last, _COMPARED)}
+        kept = {
+            **dict.fromkeys(self._gradients_of(of_activations, gradients), _BEHIND_WEIGHTS),
+            **dict.fromkeys(of_activations, _BEHIND_WEIGHTS),
+            **dict.fromkeys(found, _ON_THE_WAY),
+            **dict.fromkeys(last, _COMPARED),
+        }
         # A list or a loop variable that holds low values only is as exact in low precision.
         computed = (slot for slot in kept if not self._moves(slot))
         behind = reach(computed, along(kept.__contains__, self._targets))
@@ -334,13 +444,67 @@ class _Values:
     def _holds(self, slot: int) -> bool:
         return "TensorList" in self._ops[slot] or self._ops[slot] in LOOPS
 
-    def _gradients(self, scalars: Iterable[int]) -> Collection[int]:
+    def _weights(self, ends: Ends) -> Set[int]:
+        """Slots computed from variables and constants only.
+
+        Where no product takes one, as in a frozen graph, from arguments and constants, without a
+        product between; all slots where only one of these is given, which is the data.
+        """
+        made_here = [
+            slot
+            for slot in self._order
+            if not self._sources[slot] and self._ops[slot] not in STORED
+        ]
+        computed = reach([*ends.given, *made_here], self._targets.__getitem__)
+        variables = [slot for slot in self._order if self._ops[slot] in _VARIABLES]
+        found = reach(variables, along(lambda s: s not in computed, self._targets))
+        products = [slot for slot in self._order if self._colors[slot] == "allow"]
+        taken = any(not found.keys().isdisjoint(self._sources[slot]) for slot in products)
+        if taken or self._are_multiplied(variables):
+            return found.keys()
+        constants = (slot for slot in self._order if self._ops[slot] in STORED)
+        given = [*filter(self._is_float, ends.given), *constants]
+        if len(given) == 1:
+            return frozenset(self._order)
+        return reach(given, along(lambda s: not self._multiplies[s], self._targets)).keys()
+
+    def _are_multiplied(self, variables: Iterable[int]) -> bool:
+        """Whether a product takes a variable, as it is or cast: one that is low already, too."""
+        index = self._index
+
+        def moved(slot: int) -> Iterable[int]:
+            if self._ops[slot] == "Cast":
+                return [s for own in index.node_of(slot).slots for s in index.fanout[own]]
+            return index.fanout[slot] if self._moves(slot) or self._ops[slot] in _VARIABLES else ()
+
+        return any(self._colors[slot] == "allow" for slot in reach(variables, moved))
+
+    def _gradients_of(self, products: Iterable[int], gradients: Collection[int]) -> Iterable[int]:
+        """The products of gradients that take what some products take."""
+
+        def origins(slot: int) -> Collection[int]:
+            return reach(
+                self._sources[slot], lambda s: self._sources[s] if self._moves(s) else ()
+            ).keys()
+
+        taken = {origin for slot in products for origin in origins(slot)}
+        if not taken:
+            return []
+        return [
+            slot
+            for slot in self._order
+            if self._colors[slot] == "allow"
+            and slot in gradients
+            and not taken.isdisjoint(origins(slot))
+        ]
+
+    def gradients(self, scalars: Iterable[int]) -> Collection[int]:
         """Slots computed by the products of gradients, which round their results.
 
         Such a product has an operand that comes from behind a scalar, and another one that leads to
         the scalar through a product; it does not lead there itself.
         """
-        leads, through = self._ways(scalars, ())
+        leads, through = self._ways(scalars, (), self._multiplies)
         behind = [0] * len(self._ops)
         found: set[int] = set()
         changed = True
@@ -359,8 +523,10 @@ class _Values:
             changed = self._has_loops and before != [*behind, len(found)]
         return found
 
-    def _ways(self, ends: Iterable[int], without: Collection[int]) -> tuple[list[int], list[int]]:
-        """Bit sets of the ends that each slot leads to, on any path and through a product."""
+    def _ways(
+        self, ends: Iterable[int], without: Collection[int], crosses: Sequence[bool]
+    ) -> tuple[list[int], list[int]]:
+        """Bit sets of the ends that each slot leads to, on any path and across some products."""
         own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
         leads, through = ([0] * len(self._ops) for _ in range(2))
         changed = True
@@ -372,268 +538,8 @@ class _Values:
                 every, crossing = own.get(slot, 0), 0
                 for target in self._targets[slot]:
                     every |= leads[target]
-                    crossing |= (leads if self._multiplies[target] else through)[target]
+                    crossing |= (leads if crosses[target] else through)[target]
                 changed |= (every, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = every, crossing
             changed &= self._has_loops  # Without them one walk back is enough.
         return leads, through
-
-
-# ---- Normalizations ------------------------------------------------------------------------------
-
-# A normalization is recognized by structure, not by names: a mean or a sum of squares of some data,
-# a root of it, and the same data multiplied or divided by the root. This covers LayerNormalization,
-# GroupNormalization, RMSNormalization, the unit norm, and handwritten ones. A mean that is
-# subtracted before is part of it; a mean alone is not, nor is a distance or its root.
-#
-# Low precision would round the mean before it is subtracted and the root before all values are
-# multiplied by it: an error common to all values. Rounding errors of single values cancel in later
-# sums; a common error does not.
-
-_ROOTS = op_types("Pow Rsqrt Sqrt")
-_MEANS = op_types("Mean Sum")
-_SQUARES = op_types("Pow Square SquaredDifference")
-_SCALING = op_types("Div DivNoNan Mul MulNoNan RealDiv Xdivy")
-_SHIFTING = op_types("Add AddV2 BiasAdd Sub")
-_PASSING_ON = op_types("""
-    BroadcastTo EnsureShape ExpandDims Identity PreventGradient Reshape Snapshot Squeeze
-    StopGradient StridedSlice Tile Transpose
-""")
-# Other elementwise ops on data and statistics.
-_ELEMENTWISE = op_types("""
-    Abs ClipByValue Inv Maximum Minimum Neg Reciprocal Relu Select SelectV2
-""")
-_ARITHMETIC = _ELEMENTWISE | _SCALING | _SHIFTING | _PASSING_ON | _SQUARES | _ROOTS
-_ARITHMETIC_AND_MEANS = _ARITHMETIC | _MEANS
-_GRADIENTS = _ARITHMETIC_AND_MEANS | op_types(
-    "AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad StridedSliceGrad"
-)
-
-
-def statistics(index: GraphIndex) -> dict[int, Reason]:
-    """Finds the nodes of a scope that normalize data.
-
-    Args:
-        index: The scope.
-
-    Returns:
-        Positions of nodes with the reason: from the first ones that take the data to the one that
-        gives the normalized values, with a gain and a bias where these come next; and the nodes of
-        their gradients.
-    """
-    if _ROOTS.isdisjoint(node.op for node in index.nodes):
-        return {}
-    tensors = _Tensors(index)
-    squared = dict.fromkeys(tensors.squared_data())
-    lasts: dict[int, int] = {}
-    for data in squared:
-        lasts = tensors.normalization_of(data) | lasts
-    if not lasts:
-        return {}
-    gradient = Reason("statistics", "it is part of the gradient of a normalization")
-    found = dict.fromkeys(tensors.gradients_of(squared, lasts), gradient)
-    for position, last in lasts.items():
-        text = f"it is part of the normalization that gives {index.nodes[last].name}"
-        found[position] = Reason("statistics", text)
-    return found
-
-
-class _Tensors:
-    """The float32 tensors of a scope: for each node its op, its producers and its consumers."""
-
-    def __init__(self, index: GraphIndex) -> None:
-        self._ops = [node.op for node in index.nodes]
-        sources = ([index.slots[edge.source] for edge in edges] for edges in index.inputs)
-        self._inputs = [[s.node for s in slots if s.dtype == FLOAT32] for slots in sources]
-        self._consumers: list[list[int]] = [[] for _ in index.nodes]
-        for node, producers in enumerate(self._inputs):
-            for producer in producers:
-                self._consumers[producer].append(node)
-        self._numbers = {
-            position
-            for position, op in enumerate(self._ops)
-            if op in STORED and index.shapes.get((position, 0)) == ()
-        }
-        self._order = index.producers_first
-        # Weights, constants, and nodes computed from these only. A Cast without a float input is a
-        # number of elements.
-        self._stored: set[int] = set()
-        for node in self._order:
-            op, given = self._ops[node], self._inputs[node]
-            computed = op in _ARITHMETIC and self._stored.issuperset(given)
-            if computed if given else op in STORED or op == "Cast":
-                self._stored.add(node)
-
-    def squared_data(self) -> Iterator[int]:
-        """Data whose squares are summed, before a statistic is subtracted."""
-        for position, op in enumerate(self._ops):
-            if op in _MEANS and self._inputs[position]:
-                square = self._past(self._inputs[position][0])
-                if self._is_square(square):
-                    is_difference = self._ops[square] == "SquaredDifference"
-                    data = square if is_difference else self._past(self._inputs[square][0])
-                    yield self._past(self._before_mean(data))
-
-    def _past(self, node: int) -> int:
-        """The node behind ops that only pass its values on."""
-        while self._ops[node] in _PASSING_ON and self._inputs[node]:
-            node = self._inputs[node][0]
-        return node
-
-    def _is_square(self, node: int) -> bool:
-        given = self._inputs[node]
-        if self._ops[node] == "Mul":
-            return len(given) == 2 and given[0] == given[1]
-        return self._ops[node] in _SQUARES and bool(given)
-
-    def _before_mean(self, node: int) -> int:
-        """The data from which a node subtracts their statistic, else the node itself."""
-        given = self._inputs[node]
-        if self._ops[node] in _DIFFERENCES and len(given) == 2:
-            for data, mean in (given, given[::-1]):
-                if self._is_computed_from(self._past(data), mean):
-                    return data
-        return node
-
-    def _is_computed_from(self, data: int, node: int) -> bool:
-        def sources(each: int) -> list[int]:
-            computes = each != data and self._ops[each] in _ARITHMETIC_AND_MEANS
-            return self._inputs[each] if computes else []
-
-        return node != data and data in reach([node], sources)
-
-    def normalization_of(self, data: int) -> dict[int, int]:
-        """The nodes that normalize some data, each with the last node of the normalization."""
-        parts, normalized = self._parts(data)
-
-        def before(node: int) -> list[int]:
-            return [
-                each
-                for each in self._inputs[node]
-                if each != data and (each in parts or (each in self._stored and self._inputs[each]))
-            ]
-
-        found: dict[int, int] = {}
-        for last in reversed(parts):  # In reversed topological order.
-            if last in normalized and self._ops[last] not in _PASSING_ON and last not in found:
-                found.update(dict.fromkeys(reach([last], before), last) | found)
-        return found
-
-    def _parts(self, data: int) -> tuple[_Ordered, Collection[int]]:
-        """The nodes computed from some data and weights only; which of them are normalized data."""
-        parts: _Ordered = {data: None}
-        # Of the parts: statistics, means of squares and their descendants, descendants of a root of
-        # these, and data scaled by such a root.
-        statistic, squared, scale, normalized = (set[int]() for _ in range(4))
-        pending = [data]
-        for near in pending:  # It grows while it is iterated.
-            for node in self._consumers[near]:
-                op, given = self._ops[node], self._inputs[node]
-                own = [each for each in given if each in parts]
-                others_stored = all(each in parts or each in self._stored for each in given)
-                if node in parts or op not in _ARITHMETIC_AND_MEANS or not others_stored:
-                    continue
-                parts[node] = None
-                pending.append(node)
-                of_data = [each for each in own if each not in statistic]
-                if op in _MEANS or not of_data:
-                    statistic.add(node)
-                    adds_squares = op in _MEANS and self._is_square(self._past(given[0]))
-                    if adds_squares or not squared.isdisjoint(own):
-                        squared.add(node)
-                    if not scale.isdisjoint(own) or (node in squared and op in _ROOTS):
-                        scale.add(node)
-                elif len(of_data) == 1:
-                    scales = op in _SCALING and not scale.isdisjoint(given)
-                    # A gain or a bias applied to normalized data.
-                    follows = of_data[0] in normalized and self._numbers.isdisjoint(given)
-                    if scales or (follows and op in _SCALING | _SHIFTING | _PASSING_ON):
-                        normalized.add(node)
-        return parts, normalized
-
-    def gradients_of(self, squared: Collection[int], lasts: Mapping[int, int]) -> Iterable[int]:
-        """The nodes that take more than the result of normalizations, and those before them.
-
-        Up to the gradient that comes from behind and the sum that goes on: all between is computed
-        from these gradients, the data, statistics and weights only.
-        """
-        inside = lasts.keys() - set(lasts.values())
-        beside = {each for node in inside for each in self._consumers[node]} - lasts.keys()
-        given = {each for node in beside for each in self._inputs[node]} - lasts.keys()
-        # The gradient of a quotient starts from one more such quotient: a result is known too.
-        before = {*lasts, *squared, *self._stored}
-        known = before | given
-        between: set[int] = set()
-        found: set[int] = set()
-        for node in self._order:
-            sources = self._inputs[node]
-            computes = sources and self._ops[node] in _GRADIENTS and known.issuperset(sources)
-            if computes and node not in before:
-                known.add(node)
-                between.add(node)
-                if not inside.isdisjoint(sources) or not found.isdisjoint(sources):
-                    found.add(node)
-        return reach(found, along(between.__contains__, self._inputs))
-
-    def softmax_gradient(self, softmax: int) -> Iterable[int]:
-        """The nodes that compute `(dy - sum(dy * y)) * y` of a softmax `y`, the softmax included.
-
-        Empty if the scope does not have its gradient.
-        """
-        found: _Ordered = {}
-        for product in self._consumers_of(softmax, _PRODUCTS):
-            upstream = next((n for n in self._inputs[product] if n != softmax), softmax)
-            for total in self._consumers_of(product, _SUMS):
-                for difference in self._consumers_of(total, _MINUS):
-                    if self._inputs[difference] == [upstream, total]:
-                        scaled = self._consumers_of(difference, _PRODUCTS)
-                        last = [node for node in scaled if softmax in self._inputs[node]]
-                        found.update(
-                            dict.fromkeys([softmax, product, total, difference, *last] * bool(last))
-                        )
-        return found
-
-    def _consumers_of(self, node: int, ops: Collection[str]) -> list[int]:
-        return [each for each in self._consumers[node] if self._ops[each] in ops]
-
-
-# ---- Gradients of softmaxes ----------------------------------------------------------------------
-
-# The gradient of a softmax `y` is `(dy - sum(dy * y)) * y`: its sum over the values is zero. Low
-# precision rounds the sum, and with nearly uniform values all of `y` in the same direction: an
-# error common to all, which the product behind, the gradient of the queries of attention, adds up.
-# Rounding errors of `dy` are independent. The error grows with the number of values next to what
-# they have in common.
-
-_PRODUCTS, _SUMS, _MINUS = op_types("Mul"), op_types("Sum"), op_types("Sub")
-
-
-def softmax_gradients(index: GraphIndex, dtype: str) -> dict[int, Reason]:
-    """Finds the softmaxes over many values, or an unknown number, that have a gradient.
-
-    Args:
-        index: The scope, with its shapes.
-        dtype: The low dtype.
-
-    Returns:
-        Positions of the softmaxes, and of the nodes of their gradients, with the reason.
-    """
-    limit = stalling_terms(dtype)
-    wide = [
-        position
-        for position, node in enumerate(index.nodes)
-        if node.op == "Softmax" and _values_of(index, position) > limit
-    ]
-    if not wide:
-        return {}
-    tensors = _Tensors(index)
-    found: dict[int, Reason] = {}
-    for softmax in wide:
-        text = f"{index.nodes[softmax].name} has so many values that its gradient cancels"
-        found.update(dict.fromkeys(tensors.softmax_gradient(softmax), Reason("softmax", text)))
-    return found
-
-
-def _values_of(index: GraphIndex, softmax: int) -> float:
-    size = (index.shapes.get((softmax, 0)) or (None,))[-1]
-    return math.inf if size is None else size

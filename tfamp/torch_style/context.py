@@ -174,7 +174,7 @@ def _target(
         explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
         target = state.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
-    if "float32" in floats and any(state.exceeds(each, low) for each in members):
+    if "float32" in floats and any(state.is_lost(each, low) for each in members):
         return "float32"
     if target in floats:
         return target
@@ -437,7 +437,7 @@ def _recast_output(branch_graphs: Any, place: int) -> None:
 def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Converts values for library code that requests the dtype of an op's first input."""
     hint = kwargs.get("dtype_hint")
-    if hint is not None and current_modes.current is not None and state.exceeds(value, hint.name):
+    if hint is not None and current_modes.current is not None and state.is_lost(value, hint.name):
         kwargs["dtype_hint"] = tf.float32
     mode = current_modes.current
     if mode is None:
@@ -535,12 +535,13 @@ def cross_entropy(
 def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets float32 Keras layers read their variables in the low dtype.
 
-    Layers that Keras has quantized run without autocast, on inputs of their own dtype: sums and
-    scales of integers exceed float16.
+    Layers that Keras has quantized, and those that turn positions into angles, run without
+    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and rounding
+    turns angles.
     """
     if not isinstance(operation, keras.layers.Layer):
         return original(operation, *args, **kwargs)
-    if operation.quantization_mode is None:
+    if operation.quantization_mode is None and not keras_hooks.turns_positions(operation):
         with keras_hooks.reading_in(operation, mode.dtype):
             return original(operation, *args, **kwargs)
 

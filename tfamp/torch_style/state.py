@@ -15,6 +15,7 @@ from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
+from tfamp.interop.op_calls import may_record
 from tfamp.interop.tf_private import place_in_trace
 
 # ---- Modes ---------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Casts:
 
     def __init__(self) -> None:
         # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph alive,
-        # and the place in the trace of the read that was cast.
+        # the place in the trace of the read that was cast, and whether tapes may have recorded it.
         self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
         self._casts = weakref.WeakKeyDictionary()
         # Graph -> the last place in its trace at which a tape started to record or watch.
@@ -122,11 +123,13 @@ class Casts:
         if read <= self._recording.get(value.graph, -1):
             return cast()  # The tape has not recorded this read: its cast cannot be shared.
         casts = self._casts.setdefault(value.graph, {})
-        last, last_read = casts.get((handle.name, dtype), (None, read))
-        found = None if last is None else last()
+        # A tape that is open does not record in a `stop_recording`, as that of `recompute_grad`.
+        records = may_record()
+        last, last_read, recorded = casts.get((handle.name, dtype), (None, read, records))
+        found = None if last is None or records > recorded else last()
         if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
             found = cast()
-            casts[handle.name, dtype] = weakref.ref(found), read
+            casts[handle.name, dtype] = weakref.ref(found), read, records
         return found
 
 
@@ -155,16 +158,22 @@ ARRAYS = (np.ndarray, np.generic)
 _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 
 
-def exceeds(value: Any, dtype: str) -> bool:
-    """Whether numbers, such as -1e9 in a mask, exceed half a low dtype's range and are finite.
+def is_lost(value: Any, dtype: str) -> bool:
+    """Whether a low dtype loses what numbers mean.
 
-    Half, as two masks may be added.
+    Numbers such as -1e9 in a mask exceed half its range and are finite: half, as two masks may be
+    added. A single number, such as an epsilon of 1e-15, becomes zero, or one, as the 0.999999 that
+    keeps `acos` from its end.
     """
     if dtype not in LOW_PRECISION or not isinstance(value, (*ARRAYS, int, float)):
         return False
     magnitudes = np.abs(np.asarray(value, "float64"))
-    limit = float_format(dtype).max / 2
-    return bool(np.any((magnitudes > limit) & np.isfinite(magnitudes)))
+    limits = float_format(dtype)
+    if np.any((magnitudes > limits.max / 2) & np.isfinite(magnitudes)):
+        return True
+    if magnitudes.ndim or magnitudes in (0, 1):
+        return False
+    return bool(magnitudes.astype(tf.as_dtype(dtype).as_numpy_dtype) in (0, 1))
 
 
 def dtype_name(value: Any) -> str:

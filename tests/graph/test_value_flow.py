@@ -1,0 +1,281 @@
+"""Values that only structure shows: angles, indices, losses, states of loops, tolerances."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.cases import one_of_each
+
+DTYPES = ("bfloat16", "float16")
+PLACEMENTS = ("lists", "min_cut", "fused")
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+RANDOM = np.random.default_rng(0)
+W = [tf.Variable(RANDOM.normal(size=(16, 16)) / 4, dtype=tf.float32) for _ in range(3)]
+X = tf.constant(RANDOM.normal(size=(64, 16)), tf.float32)
+
+
+def rewritten(function, dtype, placement="min_cut"):
+    return tfamp.rewrite(function, dtype=dtype, placement=placement, profile="builtin")
+
+
+def error_of(actual, expected):
+    actual, expected = np.float64(actual), np.float64(expected)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def dtypes(fast, op, *args):
+    return [node.dtype for node in fast.plan(*args).nodes if node.op == op]
+
+
+# ---- Angles and indices --------------------------------------------------------------------------
+
+POSITIONS = tf.range(1024, dtype=tf.float32)
+RATES = 10000.0 ** (-tf.range(0, 64, 2, dtype=tf.float32) / 64)
+TURNED = {
+    "einsum": lambda x: tf.cos(tf.einsum("i,j->ij", x, RATES)),
+    "matmul": lambda x: tf.sin(tf.matmul(x[:, None], RATES[None])),
+    "cumsum": lambda x: tf.sin(tf.cumsum(tf.matmul(x[:, None], RATES[None]) / 512.0)),
+    "moved": lambda x: tf.cos(tf.concat([tf.einsum("i,j->ij", x, RATES)] * 2, -1)),
+    "Fourier features": lambda x: tf.sin(
+        tf.matmul(tf.reshape(x, (512, 2)), [[0.5, 1.5, 30.0], [0.25, 8.0, 2.0]]) * np.pi
+    ),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(TURNED, DTYPES, quick=5))
+def test_angles_are_float32(name, dtype, placement):
+    fast = rewritten(
+        lambda x: TURNED[name](x) @ tf.ones((TURNED[name](x).shape[-1], 4)), dtype, placement
+    )
+    exact = TURNED[name](POSITIONS) @ tf.ones((TURNED[name](POSITIONS).shape[-1], 4))
+    assert error_of(fast(POSITIONS), exact) < EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sine_behind_another_product_leaves_the_first_one_low(dtype):
+    def network(x):
+        return tf.sin(tf.nn.relu(x @ W[0]) @ W[1]) @ W[2]
+
+    assert dtypes(rewritten(network, dtype), "MatMul", X) == [dtype, "float32", dtype]
+
+
+INDEXES = {
+    "floor": lambda v: tf.cast(tf.floor(v), tf.int32),
+    "cast": lambda v: tf.cast(v, tf.int32),
+    "round": lambda v: tf.cast(tf.round(v), tf.int32),
+    "ceil": lambda v: tf.cast(tf.math.ceil(v), tf.int32),
+    "remainder": lambda v: tf.cast(tf.math.floormod(v, 100.0), tf.int32),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(INDEXES, DTYPES, quick=5))
+def test_rows_found_by_products_are_the_right_ones(name, dtype):
+    table = tf.constant(RANDOM.normal(size=(500, 16)), tf.float32)
+    x = tf.constant(RANDOM.uniform(0, 1, (500, 8)), tf.float32)
+    w = tf.constant(RANDOM.uniform(0, 120, (8, 1)), tf.float32)
+
+    def found(x):
+        return tf.gather(table, tf.clip_by_value(INDEXES[name](x @ w)[:, 0], 0, 499)) @ W[0]
+
+    same = np.isclose(rewritten(found, dtype)(x), found(x), atol=0.2).all(-1)
+    assert same.mean() > 0.99
+
+
+# ---- Losses --------------------------------------------------------------------------------------
+
+
+def gram(x, y):
+    difference = tf.matmul(x, x, transpose_a=True) - tf.matmul(y, y, transpose_a=True)
+    return tf.reduce_mean(tf.square(difference))
+
+
+def similarity(x, y):
+    """Smoothed variances, whose terms cancel."""
+    window = tf.nn.softmax(-tf.square(tf.range(5, dtype=tf.float32) - 2.0))
+    kernel = (window[:, None] * window[None])[:, :, None, None]
+    smooth = lambda v: tf.nn.conv2d(v[None, ..., None], kernel, 1, "SAME")  # noqa: E731
+    x, y = 8.0 + x, 8.0 + y
+    variance = smooth(x * x) - smooth(x) ** 2
+    return tf.reduce_mean(variance / (variance + smooth(y * y) - smooth(y) ** 2 + 0.01))
+
+
+def distances(x, y):
+    squares = tf.reduce_sum(x * x, -1)[:, None] + tf.reduce_sum(y * y, -1)[None]
+    return tf.reduce_mean(tf.nn.relu(squares - 2.0 * tf.matmul(x, y, transpose_b=True)))
+
+
+def discrepancy(x, y):
+    def kernel(a, b):
+        squares = tf.reduce_sum(a * a, -1)[:, None] + tf.reduce_sum(b * b, -1)[None]
+        return tf.reduce_mean(tf.exp(-(squares - 2 * tf.einsum("ik,jk->ij", a, b)) / 32))
+
+    return kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)
+
+
+LOSSES = {
+    "gram": gram,
+    "similarity": similarity,
+    "distances": distances,
+    "discrepancy": discrepancy,
+}
+
+
+def training_step(loss_of, scale=1.0):
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(tf.tanh(x @ W[0]) @ W[1], y)
+            scaled = loss * scale
+        return loss, [each / scale for each in tape.gradient(scaled, W[:2])]
+
+    return step
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(LOSSES, DTYPES, quick=4))
+def test_a_loss_begins_behind_the_last_product_with_a_weight(name, dtype):
+    y = tf.constant(RANDOM.normal(size=(64, 16)), tf.float32)
+    step = training_step(LOSSES[name])
+    fast = rewritten(step, dtype)
+    products = [node for node in fast.plan(X, y).nodes if node.op in ("MatMul", "Conv2D", "Einsum")]
+    assert dtype in {node.dtype for node in products}
+    (loss, gradients), (exact_loss, exact) = fast(X, y), step(X, y)
+    # What rounding the outputs of the model alone does.
+    outputs = tf.tanh(X @ W[0]) @ W[1]
+    rounded = LOSSES[name](tf.cast(tf.cast(outputs, dtype), tf.float32), y)
+    by_rounding = abs(float(rounded / exact_loss - 1))
+    assert abs(float(loss / exact_loss - 1)) < 4 * by_rounding + EPS[dtype]
+    for actual, expected in zip(gradients, exact, strict=True):
+        assert error_of(actual, expected) < 4 * by_rounding + 8 * EPS[dtype]
+
+
+def test_a_style_loss_of_large_features_is_finite_in_float16():
+    def step(x):
+        with tf.GradientTape() as tape:
+            features = tf.nn.relu(x @ W[0]) * 100.0
+            loss = tf.reduce_mean(tf.square(tf.matmul(features, features, transpose_a=True) - 1.0))
+        return loss, tape.gradient(loss, W[0])
+
+    loss, gradient = rewritten(step, "float16")(X)
+    exact_loss, _ = step(X)
+    assert abs(float(loss / exact_loss - 1)) < 0.01
+    del gradient  # It exceeds float16's range without a loss scale.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_inside_of_a_model_stays_low(dtype):
+    def model(x):
+        q, k, v = (x @ each for each in W)
+        attended = tf.nn.softmax(tf.matmul(q, k, transpose_b=True) / 4.0) @ v
+        return tf.nn.softmax(attended @ W[0])
+
+    found = dtypes(rewritten(model, dtype), "MatMul", X)
+    assert found == [dtype] * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_variables_arguments_and_constants_are_weights(dtype):
+    w = tf.constant(RANDOM.normal(size=(16, 16)) / 4, tf.float32)
+
+    def function(x, given):
+        return tf.nn.softmax(tf.tanh(tf.tanh(x @ given) @ w))
+
+    assert dtypes(rewritten(function, dtype), "MatMul", X, w) == [dtype, dtype]
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+def test_gradients_beyond_float16s_range_are_finite_with_a_small_loss_scale():
+    variables = [tf.Variable(RANDOM.normal(size=(16, 16)) / 4, dtype=tf.float32) for _ in range(2)]
+
+    def step(x, y, scale):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.tanh(x @ variables[0]) @ variables[1] - y)) * 4e4
+            scaled = loss * scale
+        gradients = [each / scale for each in tape.gradient(scaled, variables)]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in gradients])
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(tf.where(finite, 0.0, 0.0) * gradient)
+        return gradients, finite
+
+    y = 100.0 * X
+    exact, _ = step(X, y, 1.0)
+    assert np.abs(exact[1]).max() > 65504
+    for placement in PLACEMENTS:
+        gradients, finite = rewritten(step, "float16", placement)(X, y, tf.constant(2.0**-6))
+        assert finite
+        for actual, expected in zip(gradients, exact, strict=True):
+            assert error_of(actual, expected) < 0.01
+
+
+# ---- Loops ---------------------------------------------------------------------------------------
+
+STATES = {
+    "decay": lambda h, u: 0.999 * h + 0.001 * (u @ W[0]),
+    "difference": lambda h, u: h + 0.001 * (u @ W[0] - h),
+    "gated": lambda h, u: (1 - 0.002 * tf.sigmoid(u)) * h + 0.002 * tf.sigmoid(u) * (u @ W[0]),
+    "masked": lambda h, u: tf.where(u > -9.0, 0.999 * h + 0.001 * (u @ W[0]), h),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(STATES, DTYPES, quick=4))
+def test_a_state_that_is_scaled_and_added_to_is_a_sum(name, dtype):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+
+    def scan(u):
+        body = lambda i, h: (i + 1, STATES[name](h, u))  # noqa: E731
+        # A product behind it, so that the state does not lead to the result by itself.
+        return tf.while_loop(lambda i, _: i < 1000, body, (0, tf.zeros((8, 16))))[1] @ W[1]
+
+    fast = rewritten(scan, dtype, "lists")
+    assert dtypes(fast, "MatMul", u) == [dtype, dtype]
+    assert error_of(fast(u), scan(u)) < 2 * EPS[dtype]
+
+
+@pytest.mark.parametrize("compute", ["residual", "in the body"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loop_with_a_tolerance_takes_as_many_iterations(dtype, compute):
+    def solve(x):
+        def new_of(z):
+            return 0.5 * tf.tanh(z @ W[0]) + x
+
+        def body(i, z, _):
+            new = new_of(z)
+            return i + 1, new, tf.reduce_max(tf.abs(new - z))
+
+        def more(i, z, delta):
+            measured = tf.reduce_max(tf.abs(new_of(z) - z)) if compute == "residual" else delta
+            return measured > 1e-5
+
+        start = (0, tf.zeros_like(x), tf.constant(1.0))
+        return tf.while_loop(more, body, start, maximum_iterations=500)[:2]
+
+    (found, z), (wanted, exact) = rewritten(solve, dtype)(X), solve(X)
+    assert abs(int(found) - int(wanted)) <= 1
+    assert error_of(z, exact) < EPS[dtype]
+
+
+def test_loops_that_count_are_as_before():
+    def scan(u):
+        body = lambda i, h: (i + 1, tf.tanh(h @ W[0] + u))  # noqa: E731
+        return tf.while_loop(lambda i, _: i < 10, body, (0, u))[1] @ W[1]
+
+    assert dtypes(rewritten(scan, "bfloat16", "lists"), "MatMul", X) == ["bfloat16"] * 2
+
+
+# ---- Numbers that a low dtype loses --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_next_to_one_stay_apart_from_it(dtype):
+    def angle(x):
+        cosines = tf.matmul(tf.math.l2_normalize(x @ W[0], -1), tf.eye(16))
+        return tf.acos(tf.clip_by_value(cosines * 1.5, -1 + 1e-6, 1 - 1e-6))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(angle(x))
+        return tape.gradient(total, W[0])
+
+    assert np.isfinite(rewritten(gradient, dtype)(X)).all()

@@ -1,0 +1,101 @@
+"""KerasHub's layers that turn positions into angles."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.cases import one_of_each
+
+keras_hub = pytest.importorskip("keras_hub")
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore:This CPU:tfamp.TfampWarning"),
+]
+DTYPES = ("bfloat16", "float16")
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+LAYERS = {
+    "sine": lambda: keras_hub.layers.SinePositionEncoding(),
+    "rotary": lambda: keras_hub.layers.RotaryEmbedding(),
+}
+X = tf.constant(np.random.default_rng(0).normal(size=(2, 2048, 16)), tf.float32)
+
+
+def outputs(name, way, dtype):
+    make = LAYERS[name]
+    if way == "policy":
+        with tfamp.policy_scope(f"mixed_{dtype}"):
+            layer = make()
+        found = layer(X)
+        assert found.dtype == dtype  # It fits beside other low tensors.
+        return found
+    layer = make()
+    if way == "rewrite":
+        return tfamp.rewrite(lambda x: layer(x) @ tf.eye(16), dtype=dtype)(X)
+
+    def call():
+        with tfamp.autocast(dtype):
+            return layer(tf.cast(X, dtype) if way == "low input" else X)
+
+    return call() if way == "eager autocast" else tf.function(call)()
+
+
+WAYS = ("policy", "rewrite", "autocast", "eager autocast", "low input")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(LAYERS, DTYPES, quick=4))
+def test_angles_are_float32s(name, way, dtype):
+    exact = LAYERS[name]()(X)
+    assert np.abs(np.float64(tf.cast(outputs(name, way, dtype), "float64")) - exact).max() < (
+        4 * EPS[dtype] * np.abs(exact).max()
+    )
+
+
+@pytest.mark.parametrize("way", ["policy", "eager autocast"])
+def test_the_policy_is_there_again_after_a_call_that_fails(way):
+    with tfamp.policy_scope("mixed_bfloat16"):
+        layer = keras_hub.layers.RotaryEmbedding()
+    with pytest.raises(ValueError, match="even"):
+        layer(tf.ones((1, 8, 7)))
+    assert layer.compute_dtype == "bfloat16"
+    assert layer(tf.ones((1, 8, 8))).dtype == tf.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_llama_at_o1_is_as_exact_as_keras_policy(dtype):
+    def make():
+        keras.utils.set_random_seed(0)
+        model = keras_hub.models.LlamaBackbone(
+            vocabulary_size=256,
+            num_layers=2,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=64,
+            intermediate_dim=128,
+        )
+        for variable in model.trainable_variables:
+            if "query" in variable.path or "key" in variable.path:
+                variable.assign(variable.value * 6)  # Attention that is not uniform.
+        return model
+
+    random = np.random.default_rng(1)
+    tokens = {
+        "token_ids": random.integers(0, 256, (1, 1024)),
+        "padding_mask": np.ones((1, 1024), bool),
+    }
+    exact = np.asarray(make()(tokens))
+
+    def error_of(model):
+        found = np.asarray(tf.cast(tf.function(model)(tokens), "float32"))
+        return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+    keras.config.set_dtype_policy(f"mixed_{dtype}")
+    try:
+        with_keras = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    prepared, _ = tfamp.prepare(make(), keras.optimizers.SGD(0.1), level="O1", dtype=dtype)
+    assert error_of(prepared) < 1.2 * error_of(with_keras)

@@ -1,0 +1,167 @@
+"""Random training steps in plain TensorFlow: values and gradients as rounding alone leaves them.
+
+`python tests/test_random_training.py --hours 1` runs as many as it can and counts the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import tfamp
+from helpers import training_programs
+from helpers.training_programs import Around, Program, noise
+
+DTYPES = ("bfloat16", "float16")
+WAYS = ("lists", "min_cut", "autocast")
+# What becomes of a product autocast cannot know: see its guide.
+_NEEDS_A_FUTURE = ("angles", "branch", "called", "fixed point", "indexes")
+# Values are rounded in each iteration.
+_HAS_LOOPS = {"decaying", "fixed point"}
+# Each way rounds more often than once a step, and independently of the other roundings.
+_TIMES, _LEAST_EPS = 4, 8
+# Small gradients need a large scale, large ones one below 1.
+_FIRST_SCALE, _LAST_SCALE = 2.0**40, 2.0**-24
+
+
+class Result(NamedTuple):
+    """A loss, its gradients as one vector, and the loss scale they were finite with."""
+
+    loss: float
+    gradients: np.ndarray
+    scale: float
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.loss) and np.isfinite(self.gradients).all())
+
+
+def run(program: Program, way: str, dtype: str, rounded=tf.identity) -> Result:
+    """Runs a step; with float16 as often as halving the loss scale helps."""
+    variables = [tf.Variable(value) for value in program.weights()]
+    x, y = map(tf.constant, program.data())
+    context = functools.partial(tfamp.autocast, dtype) if way == "autocast" else nullcontext
+    around = Around(context, rounded)
+
+    def step(x, y, scale):
+        return program.step(x, y, scale, variables, around)
+
+    if way in ("float32", "autocast"):
+        called = tf.function(step, autograph=False)
+    else:
+        called = tfamp.rewrite(step, dtype=dtype, placement=way, profile="builtin")
+    scale = _FIRST_SCALE if dtype == "float16" and way != "float32" else 1.0
+    while True:
+        loss, gradients, finite = called(x, y, tf.constant(scale))
+        if finite or scale <= _LAST_SCALE or way == "float32" or dtype == "bfloat16":
+            flat = np.concatenate([np.ravel(np.float64(g)) for g in gradients])
+            return Result(float(loss), flat, scale)
+        scale /= 2
+
+
+def differences(found: Result, exact: Result) -> tuple[float, float]:
+    """The relative errors of the loss and of the gradients."""
+    size = np.linalg.norm(exact.gradients) or 1.0
+    of_loss = abs(found.loss - exact.loss) / (abs(exact.loss) or 1.0)
+    return of_loss, float(np.linalg.norm(found.gradients - exact.gradients) / size)
+
+
+def faults(program: Program, ways=WAYS, dtypes=DTYPES) -> list[str]:
+    """Faults of a program, in each way: a text for each fault."""
+    exact = run(program, "float32", "float32")
+    # Beyond that a gradient is of no use, and its norm infinite.
+    if not exact.is_finite or np.abs(exact.gradients).max() > 1e15:
+        return []
+    found = []
+    for dtype in dtypes:
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        alone = [run(program, "float32", "float32", noise(eps, seed)) for seed in range(3)]
+        least = _LEAST_EPS * eps * (2 if _HAS_LOOPS & {kind for kind, *_ in program.steps} else 1)
+        by_rounding = np.max([differences(each, exact) for each in alone], 0)
+        if not by_rounding.max() < 0.1:
+            continue  # Rounding alone changes all of it.
+        for way in ways:
+            if way == "autocast" and any(kind in _NEEDS_A_FUTURE for kind, *_ in program.steps):
+                continue
+            result = run(program, way, dtype)
+            if not result.is_finite:
+                found.append(f"{way}, {dtype}: not finite down to a loss scale of {result.scale}")
+                continue
+            errors = differences(result, exact)
+            for name, error, rounding in zip(
+                ("loss", "gradients"), errors, by_rounding, strict=True
+            ):
+                if error > (allowed := _TIMES * rounding + least):
+                    found.append(f"{way}, {dtype}: {name} {error:.3%} off, allowed {allowed:.3%}")
+    return found
+
+
+def program_of(seed: int) -> Program:
+    return training_programs.draw(random.Random(seed))
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
+@pytest.mark.parametrize("seed", range(8))
+def test_random_training_steps_are_as_exact_as_rounding_allows(seed):
+    program = program_of(seed)
+    assert not faults(program), program
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
+@settings(
+    max_examples=700,  # about an hour
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(source=st.randoms(use_true_random=False))
+def test_random_training_steps_for_an_hour(source):
+    program = training_programs.draw(source)
+    assert not faults(program), program
+
+
+def search(seconds: float, first: int) -> list[str]:
+    """Runs programs of increasing seeds for some time; prints faults and statistics."""
+    end, kinds, found = time.monotonic() + seconds, Counter(), []
+    seed = first
+    while time.monotonic() < end:
+        program = program_of(seed)
+        kinds.update(kind for kind, *_ in program.steps)
+        try:
+            texts = faults(program)
+        except Exception as error:  # noqa: BLE001 - one that fails is a fault like others
+            texts = [f"{type(error).__name__}: {error!s:.300}"]
+        found += [f"seed {seed}: {text}; {program}" for text in texts]
+        for text in found[len(found) - len(texts) :]:
+            print(text, flush=True)
+        seed += 1
+        tf.keras.backend.clear_session()
+    print(f"{seed - first} programs, {len(found)} faults; steps: {dict(kinds)}")
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--first", type=int, default=1000, help="the first seed")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    search(3600 * options.hours, options.first)

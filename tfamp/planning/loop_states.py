@@ -1,0 +1,116 @@
+"""Finds loop variables that stay float32, as they add up over the iterations; framework-free.
+
+A loop variable is a sum if its next value is the old one plus something. It is one as well if it is
+only scaled and added to, by factors that do not depend on it: `0.999 * h + 0.001 * new`, and the
+gated forms of linear recurrences. In low precision such a state stops where a step is less than
+half of its last digit. The gates of an LSTM depend on its state, by products and bounded functions:
+it keeps the dtype of the values that its products take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from tfamp.planning.structures import (
+    ARGUMENT,
+    FLOAT32,
+    RESULT,
+    GraphIndex,
+    Reason,
+    along,
+    reach,
+)
+
+_ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
+# What a state may go through besides, in an iteration.
+_SCALING = frozenset({"Div", "Mul", "Neg", "RealDiv"})
+_HOLDING = frozenset({"EnsureShape", "Identity", "Reshape", "Select", "SelectV2", "Squeeze"})
+_ON_THE_WAY = _ADDING | _SCALING | _HOLDING
+_ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
+_INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
+
+
+def kept_variables(
+    body: GraphIndex, places: Sequence[int], weights: Collection[tuple[str, str]]
+) -> Mapping[int, Reason]:
+    """The loop variables that stay float32, and the ops that accumulate them.
+
+    Args:
+        body: The function of a loop; nothing is kept for a condition.
+        places: For each slot of the body the slot of the joined graph.
+        weights: Invariant arguments, as (function, argument), that may be low.
+    """
+    loop = _Body(body)
+    if len(loop.arguments) != len(loop.results):
+        return {}
+    kept: dict[int, Reason] = {}
+    for argument, result in zip(loop.arguments, loop.results, strict=True):
+        (made,) = loop.origins(result)
+        is_weight = (body.scope, body.node_of(argument).name) in weights
+        if body.slots[argument].dtype != FLOAT32 or (made == argument and is_weight):
+            continue
+        if made == argument:
+            kept[places[argument]] = _INVARIANT
+        else:
+            kept.update((places[slot], _ADDS_UP) for slot in loop.adding_up(argument, made))
+    return kept
+
+
+class _Body:
+    """The body of a loop; its variables are slots."""
+
+    def __init__(self, index: GraphIndex) -> None:
+        self._index, self._ops = index, index.ops
+        self.arguments = [node.slots[0] for node in index.nodes if node.op == ARGUMENT]
+        self.results = [node.slots[0] for node in index.nodes if node.op == RESULT]
+
+    def origins(self, slot: int) -> list[int]:
+        """The sources of a slot, past Identity nodes."""
+
+        def made(source: int) -> Iterable[int]:
+            return self._index.fanin[source] if self._ops[source] == "Identity" else ()
+
+        return [list(reach([source], made))[-1] for source in self._index.fanin[slot]]
+
+    def adding_up(self, argument: int, made: int) -> list[int]:
+        """The slots from a variable to its next value, if that is the sum described above."""
+        if self._ops[made] in _ADDING and argument in self.origins(made):
+            return [argument, made]
+        fanin = self._index.fanin
+        before = reach([made], lambda slot: fanin[slot] if self._ops[slot] in _ON_THE_WAY else ())
+        if argument not in before:
+            return []
+        behind = reach([argument], along(before.__contains__, self._index.fanout))
+        found = [slot for slot in before if slot in behind]
+        adds = any(self._ops[slot] in _ADDING for slot in found)
+        factors = (
+            source
+            for slot in found
+            if self._ops[slot] in _SCALING
+            for source in fanin[slot]
+            if source not in behind
+        )
+        return found if adds and argument not in self._depends_on(factors) else []
+
+    def _depends_on(self, slots: Iterable[int]) -> Collection[int]:
+        """The variables, of this or earlier iterations, that some slots are computed from."""
+        index = self._index
+        nodes = reach(
+            (index.slots[slot].node for slot in slots),
+            lambda node: [*self._producers[node], *self._results_of.get(node, ())],
+        )
+        return [argument for argument in self.arguments if index.slots[argument].node in nodes]
+
+    @functools.cached_property
+    def _producers(self) -> Sequence[Sequence[int]]:
+        """For each node those whose tensors it takes, of any dtype."""
+        slots = self._index.slots
+        return [[slots[edge.source].node for edge in edges] for edges in self._index.inputs]
+
+    @functools.cached_property
+    def _results_of(self) -> Mapping[int, Sequence[int]]:
+        """For each argument's node the node of the result that is its next value."""
+        slots = self._index.slots
+        pairs = zip(self.arguments, self.results, strict=True)
+        return {slots[argument].node: [slots[result].node] for argument, result in pairs}
