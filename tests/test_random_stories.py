@@ -46,7 +46,7 @@ class Story:
             inputs = keras.Input((12,))
             self.body = keras.layers.Dense(16, "tanh")
             x = keras.layers.LayerNormalization()(self.body(inputs))
-            self.middle = keras.layers.Dense(16, "relu")
+            self.middle = keras.layers.Dense(16, "tanh")
             self.model = keras.Model(inputs, keras.layers.Dense(3)(self.middle(x)))
         self.start = self.model.get_weights()
         optimizer = self._optimizer()
@@ -107,7 +107,7 @@ class Story:
             other = keras.Model(
                 inputs, keras.layers.Dense(3, kernel_initializer="ones")(self.body(inputs))
             )
-        other.compile(keras.optimizers.SGD(0.01), "mse")
+        other.compile(self._optimizer(), "mse")
         other.fit(X, Y, batch_size=32, epochs=1, shuffle=False, verbose=0)
 
     def predict(self) -> None:

@@ -279,3 +279,44 @@ def test_numbers_next_to_one_stay_apart_from_it(dtype):
         return tape.gradient(total, W[0])
 
     assert np.isfinite(rewritten(gradient, dtype)(X)).all()
+
+
+# ---- Derivatives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_second_derivatives_through_nested_loops(dtype):
+    def nested(x):
+        def inner(_, x):
+            steps = lambda j, x: (j + 1, tf.tanh(x @ W[0]))  # noqa: E731
+            return tf.while_loop(lambda j, _: j < 2, steps, (0, x))[1]
+
+        return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(i, x)), (0, x))[1]
+
+    def second(function):
+        @tf.function(autograph=False)
+        def run(x):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    loss = tf.reduce_sum(tf.square(function(x)))
+                slope = tf.reduce_sum(tf.square(tape.gradient(loss, x)))
+            return outer.gradient(slope, [x, W[0]])
+
+        return run(X)
+
+    fast = rewritten(nested, dtype, "lists")
+    assert set(dtypes(fast, "MatMul", X)) == {dtype}
+    for actual, expected in zip(second(fast), second(nested), strict=True):
+        assert error_of(actual, expected) < 16 * EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_linear_loss_are_low(dtype):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(x @ W[0]) @ W[1])
+        return loss, tape.gradient(loss, W[:2])
+
+    assert set(dtypes(rewritten(step, dtype, "lists"), "MatMul", X)) == {dtype}

@@ -102,7 +102,7 @@ def test_numbers_that_become_zero_or_one_keep_their_meaning(dtype, in_graph):
     def gradients():
         with tf.GradientTape() as tape:
             angle, entropy = losses()
-            loss = tf.reduce_sum(tf.cast(angle, tf.float32)) + tf.reduce_sum(entropy)
+            loss = tf.reduce_sum(tf.cast(angle, tf.float32))
         return angle, entropy, tape.gradient(loss, x)
 
     angle, entropy, gradient = tf.function(gradients)() if in_graph else gradients()

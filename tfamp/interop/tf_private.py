@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import tensorflow as tf
@@ -467,6 +467,24 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
     copy = private("ops.handle_data_util:copy_handle_data")
     for source, target in zip(sources, targets, strict=True):
         copy(source, target)
+
+
+def keep_handle_data(loop: Any, loops: Collection[str]) -> None:
+    """Gives the handles of an imported loop, and of loops in its body, what they refer to.
+
+    A loop passes its handles on as they are. TensorFlow makes the body's graph again for a
+    gradient, unless the loop has one.
+
+    Symbols: `while_v2._get_graph`, and the attribute `_body_graph` of loops.
+    """
+    copy_handle_data(loop.inputs, loop.outputs)
+    body = private("ops.while_v2:_get_graph")(loop, "body", "_body_graph")
+    copy_handle_data(loop.inputs, body.inputs)
+    inner = [op for op in body.get_operations() if op.type in loops]
+    for op in inner:
+        keep_handle_data(op, loops)
+    if inner:
+        loop._body_graph = body
 
 
 def note_variables(variables: Iterable[Any]) -> None:

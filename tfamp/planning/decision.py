@@ -17,6 +17,7 @@ from tfamp.planning.exact_values import ends_of, exact_slots
 from tfamp.planning.inexact_kernels import inexact_nodes
 from tfamp.planning.loop_states import kept_variables
 from tfamp.planning.normalizations import softmax_gradients, statistics
+from tfamp.planning.op_sets import STORED
 from tfamp.planning.options import (
     ChosenNodes,
     GraphUse,
@@ -464,7 +465,7 @@ def _join_indexes(
     slots: list[TypeSlot] = []
     edges: list[Edge] = []
     largest: dict[int, float] = {}
-    shapes: dict[Tensor, tuple[int | None, ...]] = {}  # of these constants
+    shapes: dict[Tensor, tuple[int | None, ...]] = {}  # of variables and constants
     for number, scope in enumerate(scopes):
         joined, offset = places[number], offsets[number]
         shared = links[number].slots if number in links else {}
@@ -481,8 +482,8 @@ def _join_indexes(
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]
             edges.append(Edge(*ends, port, edge.input, edge.tensor))
-        for position, value in scope.largest.items():
-            largest[offset + position] = value
-            if (shape := scope.shapes.get((position, 0))) is not None:
+        largest.update((offset + position, value) for position, value in scope.largest.items())
+        for position, node in enumerate(scope.nodes):
+            if node.op in STORED and (shape := scope.shapes.get((position, 0))) is not None:
                 shapes[offset + position, 0] = shape
     return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges), shapes, largest)

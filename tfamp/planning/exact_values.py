@@ -2,11 +2,12 @@
 
 All rules go by structure and none by names:
 
-- **Results.** A float result of the function, and a scalar that is differentiated, stored or
-  returned, is computed in float32 from the last product with a weight on: a loss has float32's
-  digits, and probabilities sum to 1. Products of activations in between, as in a Gram matrix, and
-  those of their gradients, are float32 too. If a loss subtracts given data from predictions, the
-  product that computes these stays float32, as the output layer does under a policy.
+- **Results.** A float result of the function is computed in float32 from the last product on:
+  probabilities sum to 1. A scalar that is differentiated, stored or returned is, from the last
+  product with a weight on: a loss has float32's digits. Products of activations in between, as in
+  a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given data from
+  predictions, the product that computes these stays float32, as the output layer does under a
+  policy.
 - **Updates.** In float16 what leads from the last product of a gradient to an optimizer is float32:
   divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
@@ -28,6 +29,7 @@ float32.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -271,7 +273,7 @@ class _Values:
         large, lost = set[int](), set[int]()
         for node, size in self._index.largest.items():
             slots = self._index.nodes[node].slots
-            is_number = all(map(self._is_number, slots))
+            is_number = not any(map(self._rank, slots))
             next_to_one = 0 < abs(size - 1) < limits.eps / (4 if size < 1 else 2)
             if size > limits.max / 2:  # Two of them may be added.
                 large.update(slots)
@@ -328,14 +330,16 @@ class _Values:
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
 
     def _adds(self, slot: int, stored: frozenset[int]) -> bool:
-        """Whether a slot adds what is stored to other values; numbers do not count."""
+        """Whether a slot adds what is stored to other values; numbers and biases do not count."""
         sources = self._sources[slot]
         if self._ops[slot] not in _ADDITIONS or stored.issuperset(sources):
             return False
-        return any(source in stored and not self._is_number(source) for source in sources)
+        return any(source in stored and self._rank(source) > 1 for source in sources)
 
-    def _is_number(self, slot: int) -> bool:
-        return self._index.shapes.get((self._index.slots[slot].node, 0)) == ()
+    def _rank(self, slot: int) -> float:
+        """How many axes what is stored has; infinity where that is not known."""
+        shape = self._index.shapes.get((self._index.slots[slot].node, 0))
+        return math.inf if shape is None else len(shape)
 
     def before_decompositions(self) -> Iterable[int]:
         """Slots from the last products before decompositions on, these products included.
@@ -400,26 +404,29 @@ class _Values:
     def before_results(
         self, ends: Ends, data: Collection[int], gradients: Collection[int]
     ) -> dict[int, Reason]:
-        """Slots behind the last product with a weight before a result, and some products.
+        """Slots behind the last product before a result, and some products.
 
-        The last product of one result may be an early one of another: for each slot a number holds
-        a bit for every result that it leads to, and one for those it leads to through a product
-        with a weight.
+        For a loss that is the last product with a weight: those of activations behind it count as
+        parts of the loss.
         """
-        ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
         returned = [slot for slot in ends.results if slot in gradients]
         # Updates of weights have their own rule, back to the last reduction.
         updates = self._last_parts([*ends.stored, *returned])
+        losses = [slot for slot in [*ends.scalars, *ends.unused] if slot not in gradients]
+        others = [slot for slot in ends.results if slot not in gradients]
+        others += (slot for slot in ends.scalars if slot in gradients)  # Norms of gradients.
         weights = self._weights(ends)
         crosses = [
             multiplies and (slot in gradients or not weights.isdisjoint(self._sources[slot]))
             for slot, multiplies in enumerate(self._multiplies)
         ]
-        leads, through = self._ways([*ends.scalars, *ours], updates, crosses)
-        before = {slot for slot in self._order if leads[slot] & ~through[slot]}
+        before_losses = self._before(losses, updates, crosses)
+        before = before_losses | self._before(others, updates, self._multiplies)
         found = [slot for slot in self._order if slot in before and self._may_stay(slot)]
         of_activations = [
-            s for s in before if self._colors[s] == "allow" and not crosses[s] and s not in updates
+            slot
+            for slot in self._order
+            if slot in before_losses and self._colors[slot] == "allow" and not crosses[slot]
         ]
         compared = (
             slot
@@ -440,6 +447,17 @@ class _Values:
         computed = (slot for slot in kept if not self._moves(slot))
         behind = reach(computed, along(kept.__contains__, self._targets))
         return {slot: why for slot, why in kept.items() if slot in behind or not self._holds(slot)}
+
+    def _before(
+        self, ends: Iterable[int], without: Collection[int], crosses: Sequence[bool]
+    ) -> set[int]:
+        """Slots that lead to some ends without a product of `crosses` between.
+
+        The last product of one end may be an early one of another: for each slot a number holds a
+        bit for every end that it leads to, and one for those it leads to across a product.
+        """
+        leads, through = self._ways(ends, without, crosses)
+        return {slot for slot in self._order if leads[slot] & ~through[slot]}
 
     def _holds(self, slot: int) -> bool:
         return "TensorList" in self._ops[slot] or self._ops[slot] in LOOPS

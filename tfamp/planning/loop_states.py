@@ -1,10 +1,10 @@
 """Finds loop variables that stay float32, as they add up over the iterations; framework-free.
 
 A loop variable is a sum if its next value is the old one plus something. It is one as well if it is
-only scaled and added to, by factors that do not depend on it: `0.999 * h + 0.001 * new`, and the
-gated forms of linear recurrences. In low precision such a state stops where a step is less than
-half of its last digit. The gates of an LSTM depend on its state, by products and bounded functions:
-it keeps the dtype of the values that its products take.
+only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear recurrence,
+where neither the gates nor what is added depend on it. In low precision such a state stops where a
+step is less than half of its last digit. The gates of an LSTM depend on its state, by products and
+bounded functions: it keeps the dtype of the values that its products take.
 """
 
 from __future__ import annotations
@@ -83,24 +83,31 @@ class _Body:
             return []
         behind = reach([argument], along(before.__contains__, self._index.fanout))
         found = [slot for slot in before if slot in behind]
-        adds = any(self._ops[slot] in _ADDING for slot in found)
-        factors = (
-            source
-            for slot in found
-            if self._ops[slot] in _SCALING
-            for source in fanin[slot]
-            if source not in behind
+        factors, terms = (
+            [s for slot in found if self._ops[slot] in ops for s in fanin[slot] if s not in behind]
+            for ops in (_SCALING, _ADDING)
         )
-        return found if adds and argument not in self._depends_on(factors) else []
+        adds = any(self._ops[slot] in _ADDING for slot in found)
+        by_constants = not self._depends_on(factors)
+        if adds and (by_constants or argument not in self._depends_on([*factors, *terms])):
+            return found
+        return []
 
     def _depends_on(self, slots: Iterable[int]) -> Collection[int]:
-        """The variables, of this or earlier iterations, that some slots are computed from."""
+        """The variables, of this or earlier iterations, that some slots are computed from.
+
+        Those that are the same in every iteration are constants.
+        """
         index = self._index
         nodes = reach(
             (index.slots[slot].node for slot in slots),
             lambda node: [*self._producers[node], *self._results_of.get(node, ())],
         )
-        return [argument for argument in self.arguments if index.slots[argument].node in nodes]
+        return [
+            argument
+            for argument, result in zip(self.arguments, self.results, strict=True)
+            if index.slots[argument].node in nodes and self.origins(result) != [argument]
+        ]
 
     @functools.cached_property
     def _producers(self) -> Sequence[Sequence[int]]:

@@ -530,27 +530,19 @@ def _import_graph_def(
     }
     mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = _loops_without_loops(bare)
+    loops = [node.name for node in bare.node if node.op in LOOPS]
     imported = tf.graph_util.import_graph_def(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
+    inside = (node for function in bare.library.function for node in function.node_def)
+    nested = any(node.op in LOOPS for node in inside)
     for loop in imported[len(made) :]:
+        # Second derivatives need what the handles of variables refer to.
         tf_private.copy_handle_data(loop.inputs, loop.outputs)
+        if nested:
+            tf_private.keep_handle_data(loop, LOOPS)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
-
-
-def _loops_without_loops(graph_def: Any) -> list[str]:
-    """Returns the loops of a graph by name, none if loops are nested.
-
-    Their handles get back the shapes of variables, which second derivatives need. A nested loop
-    loses them on import, and TensorFlow would then take its gradient to be zero; without the outer
-    loop's shapes it raises an error.
-    """
-    inside = (node for function in graph_def.library.function for node in function.node_def)
-    if any(node.op in LOOPS for node in inside):
-        return []
-    return [node.name for node in graph_def.node if node.op in LOOPS]
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
