@@ -12,8 +12,8 @@ All rules go by structure and none by names:
   divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
 - **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
-  positions, does not become infinite, 1e-12 not zero, and 0.999 not one: arithmetic with it stays
-  float32 up to the next softmax or product.
+  positions, does not become infinite, nor what is divided by 1e-12, and 0.999 does not become one:
+  arithmetic with it stays float32 up to the next softmax or product.
 - **Decompositions, angles, indices.** What a Qr or Cholesky op takes is float32 from the last
   product on, that product included: these ops multiply rounding errors by a condition number. So is
   what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000 turns an
@@ -268,7 +268,10 @@ class _Values:
         return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
 
     def _constants_beyond(self, dtype: str) -> tuple[set[int], set[int]]:
-        """Slots of constants that become infinite in a dtype, and of those that become 0 or 1."""
+        """Slots of constants that become infinite in a dtype, and of those whose meaning is lost.
+
+        They become one, or their inverses infinite.
+        """
         limits = float_format(dtype)
         large, lost = set[int](), set[int]()
         for node, size in self._index.largest.items():
@@ -277,8 +280,8 @@ class _Values:
             next_to_one = 0 < abs(size - 1) < limits.eps / (4 if size < 1 else 2)
             if size > limits.max / 2:  # Two of them may be added.
                 large.update(slots)
-            elif 0 < size < limits.smallest_subnormal / 2 or (is_number and next_to_one):
-                lost.update(slots)  # It may be all that is divided by.
+            elif 0 < size < 1 / limits.max or (is_number and next_to_one):
+                lost.update(slots)  # It may be all that is divided by, in a gradient too.
         return large, lost
 
     def data(self, given: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
