@@ -58,7 +58,7 @@ def _singular(x: Any, w: Any, n: int) -> Any:
         lambda: tf.math.log(tf.square(x) + 1e-6) * 0.1,
         lambda: tf.sqrt(tf.square(x) + 1e-12),
         lambda: tf.acos(tf.clip_by_value(tf.tanh(x), -1 + 1e-6, 1 - 1e-6)),
-        lambda: x / (tf.abs(x) + 1e-15),
+        lambda: x / (tf.reduce_max(tf.abs(x)) + 1e-15),
         lambda: tf.math.log1p(tf.exp(-tf.abs(x))) + tf.nn.relu(x),
         lambda: tf.math.l2_normalize(x, -1) * 4.0,
     )
