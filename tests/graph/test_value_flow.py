@@ -32,6 +32,12 @@ def dtypes(fast, op, *args):
 
 POSITIONS = tf.range(1024, dtype=tf.float32)
 RATES = 10000.0 ** (-tf.range(0, 64, 2, dtype=tf.float32) / 64)
+
+
+def in_a_branch(angles):
+    return tf.cond(angles[0, 0] < 1.0, lambda: tf.sin(angles), lambda: tf.cos(angles))
+
+
 TURNED = {
     "einsum": lambda x: tf.cos(tf.einsum("i,j->ij", x, RATES)),
     "matmul": lambda x: tf.sin(tf.matmul(x[:, None], RATES[None])),
@@ -40,17 +46,41 @@ TURNED = {
     "Fourier features": lambda x: tf.sin(
         tf.matmul(tf.reshape(x, (512, 2)), [[0.5, 1.5, 30.0], [0.25, 8.0, 2.0]]) * np.pi
     ),
+    "complex": lambda x: tf.math.real(
+        tf.exp(1j * tf.cast(tf.einsum("i,j->ij", x, RATES), tf.complex64))
+    ),
+    "of a branch": lambda x: tf.sin(
+        tf.cond(x[1] > 0.0, lambda: tf.einsum("i,j->ij", x, RATES), lambda: x[:, None] * RATES)
+    ),
+    "in a branch": lambda x: in_a_branch(tf.einsum("i,j->ij", x, RATES)),
+    "compiled": lambda x: tf.function(tf.sin, jit_compile=True)(tf.einsum("i,j->ij", x, RATES)),
 }
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(TURNED, DTYPES, quick=5))
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(TURNED, DTYPES, quick=9))
 def test_angles_are_float32(name, dtype, placement):
     fast = rewritten(
         lambda x: TURNED[name](x) @ tf.ones((TURNED[name](x).shape[-1], 4)), dtype, placement
     )
     exact = TURNED[name](POSITIONS) @ tf.ones((TURNED[name](POSITIONS).shape[-1], 4))
     assert error_of(fast(POSITIONS), exact) < EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles_of_learned_rates_and_their_gradients_are_exact(dtype):
+    rates = tf.Variable(RATES[:16])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            # The gradient of the product takes the rounded rates.
+            angles = tf.einsum("i,j->ij", 20.0 * POSITIONS[:64], tf.abs(rates))
+            loss = tf.reduce_mean(tf.square((x * tf.sin(angles)) @ W[0] - y))
+        return tape.gradient(loss, [W[0], rates])
+
+    y = tf.reverse(X, [0])
+    for actual, expected in zip(rewritten(step, dtype, "lists")(X, y), step(X, y), strict=True):
+        assert error_of(actual, expected) < 4 * EPS[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,10 +97,11 @@ INDEXES = {
     "round": lambda v: tf.cast(tf.round(v), tf.int32),
     "ceil": lambda v: tf.cast(tf.math.ceil(v), tf.int32),
     "remainder": lambda v: tf.cast(tf.math.floormod(v, 100.0), tf.int32),
+    "search": lambda v: tf.searchsorted(tf.range(500.0), tf.reshape(v, [-1]))[:, None],
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(INDEXES, DTYPES, quick=5))
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(INDEXES, DTYPES, quick=6))
 def test_rows_found_by_products_are_the_right_ones(name, dtype):
     table = tf.constant(RANDOM.normal(size=(500, 16)), tf.float32)
     x = tf.constant(RANDOM.uniform(0, 1, (500, 8)), tf.float32)
@@ -183,6 +214,53 @@ def test_without_variables_arguments_and_constants_are_weights(dtype):
     assert dtypes(rewritten(function, dtype), "MatMul", X, w) == [dtype, dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_products_inside_of_a_model_that_take_the_same_stay_low(dtype):
+    """Those of an adjacency matrix that the last product takes, too, and of layers with a ReLU."""
+    near = tf.nn.softmax(X @ tf.transpose(X))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            outputs = near @ (tf.nn.relu(near @ tf.nn.relu(x @ W[0])) @ W[1])
+            loss = tf.reduce_mean(tf.square(outputs))
+        return loss, tape.gradient(loss, W[:2])
+
+    # Of four products and five of gradients the last one and its own.
+    assert dtypes(rewritten(step, dtype, "lists"), "MatMul", X).count("float32") == 2
+
+    def mixture(x):
+        with tf.GradientTape() as tape:
+            experts = tf.stack([tf.nn.relu(x @ each) for each in W[:2]], 1)
+            outputs = tf.einsum("be,bed->bd", tf.nn.softmax(x[:, :2]), experts)
+            loss = tf.reduce_mean(tf.square(outputs))
+        return loss, tape.gradient(loss, W[:2])
+
+    assert set(dtypes(rewritten(mixture, dtype, "lists"), "MatMul", X)) == {dtype}
+
+
+CALLS = {
+    "branch": lambda f, *args: tf.cond(tf.reduce_sum(args[0]) > -1e9, lambda: f(*args), lambda: X),
+    "compiled": lambda f, *args: tf.function(f, jit_compile=True)(*args),
+}
+BLOCKS = {
+    "dense": lambda x: x + tf.nn.relu(x @ W[0]) @ W[1],
+    "attention": lambda x: tf.nn.softmax(tf.matmul(x, x, transpose_b=True)) @ x,
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_a_function_inside_of_a_model_are_low(dtype, call, block):
+    def step(x):
+        with tf.GradientTape() as tape:
+            h = CALLS[call](BLOCKS[block], x @ W[2])
+            loss = tf.reduce_mean(tf.square(tf.tanh(h @ W[2])))
+        return loss, tape.gradient(loss, W)
+
+    assert set(dtypes(rewritten(step, dtype, "lists"), "MatMul", X)) == {dtype}
+
+
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
@@ -216,10 +294,17 @@ STATES = {
     "difference": lambda h, u: h + 0.001 * (u @ W[0] - h),
     "gated": lambda h, u: (1 - 0.002 * tf.sigmoid(u)) * h + 0.002 * tf.sigmoid(u) * (u @ W[0]),
     "masked": lambda h, u: tf.where(u > -9.0, 0.999 * h + 0.001 * (u @ W[0]), h),
+    "clipped": lambda h, u: tf.clip_by_value(h + 0.001 * (u @ W[0] - h), -9.0, 9.0),
+    "largest": lambda h, u: tf.maximum(h + 0.001 * (u @ W[0]), -9.0),
+    "transposed": lambda h, u: tf.transpose(tf.transpose(h) + 0.001 * tf.transpose(u @ W[0] - h)),
+    "packed": lambda h, u: tf.stack(
+        [a + 0.001 * (b - a) for a, b in zip(tf.unstack(h), tf.unstack(u @ W[0]), strict=True)]
+    ),
+    "scattered": lambda h, u: tf.tensor_scatter_nd_add(h, [[0]], 0.001 * (u @ W[0])[:1]),
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(STATES, DTYPES, quick=4))
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(STATES, DTYPES, quick=9))
 def test_a_state_that_is_scaled_and_added_to_is_a_sum(name, dtype):
     u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
 
@@ -254,6 +339,61 @@ def test_a_loop_with_a_tolerance_takes_as_many_iterations(dtype, compute):
     (found, z), (wanted, exact) = rewritten(solve, dtype)(X), solve(X)
     assert abs(int(found) - int(wanted)) <= 1
     assert error_of(z, exact) < EPS[dtype]
+
+
+@tf.function
+def until_converged(x):
+    """TensorFlow makes conditionals of `and` and `break`."""
+    z, i, first = tf.zeros_like(x), 0, 0
+    delta = tf.constant(1.0)
+    while delta > 1e-5 and i < 300:
+        new = 0.5 * tf.tanh(z @ W[0]) + x
+        delta = tf.reduce_max(tf.abs(new - z))
+        z, i = new, i + 1
+    for k in tf.range(300):
+        new = 0.5 * tf.tanh(z @ W[1]) + x
+        change = tf.reduce_max(tf.abs(new - z))
+        z, first = new, k
+        if change < 1e-5:
+            break
+    return i, first, z
+
+
+@tf.function(autograph=False)
+def until_converged_in_a_branch(x):
+    def body(i, z, _):
+        new = tf.cond(i >= 0, lambda: 0.5 * tf.tanh(z @ W[0]) + x, lambda: z)
+        return i + 1, new, tf.reduce_max(tf.abs(new - z))
+
+    start = (0, tf.zeros_like(x), tf.constant(1.0))
+    i, z, _ = tf.while_loop(lambda i, z, delta: delta > 1e-5, body, start, maximum_iterations=300)
+    return i, i, z
+
+
+@pytest.mark.parametrize("solve", [until_converged, until_converged_in_a_branch])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_branches_lead_to_the_condition_of_a_loop(dtype, solve):
+    *found, z = rewritten(solve, dtype)(X)
+    *wanted, exact = solve(X)
+    assert np.abs(np.subtract(found, wanted)).max() <= 1
+    assert error_of(z, exact) < EPS[dtype]
+
+
+@pytest.mark.parametrize("choose", ["argmax", "top_k"])
+def test_choosing_a_token_that_ends_a_text_is_no_tolerance(choose):
+    def write(x):
+        def body(i, h, done):
+            h = tf.tanh(h @ W[0])
+            scores = h @ W[1]
+            best = tf.argmax(scores, -1, tf.int32)
+            token = best if choose == "argmax" else tf.math.top_k(scores, 2).indices[:, 1]
+            return i + 1, h, done | (token == 3)
+
+        start = (0, x, tf.zeros(64, tf.bool))
+        more = lambda i, h, done: tf.logical_not(tf.reduce_all(done))  # noqa: E731
+        return tf.while_loop(more, body, start, maximum_iterations=20)[1] @ W[2]
+
+    assert set(dtypes(rewritten(write, "bfloat16", "lists"), "MatMul", X)) == {"bfloat16"}
 
 
 def test_loops_that_count_are_as_before():

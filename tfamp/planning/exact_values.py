@@ -76,10 +76,17 @@ CHOICES = op_types("""
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
 # Periodic functions and roundings; Casts to integers are others.
-_TURNING = op_types("Bucketize Ceil Cos Floor FloorDiv FloorMod Mod Rint Round Sin Tan")
+_TURNING = op_types("""
+    Bucketize Ceil Cos Floor FloorDiv FloorMod LowerBound Mod Rint Round Sin Tan TruncateMod
+    UpperBound
+""")
+# Of a complex number these turn by its imaginary part.
+_TURNING_COMPLEX = op_types("Cos Cosh Exp Sin Sinh")
 _FINITE = op_types("IsFinite IsInf IsNan")
 # Ops that look at shapes only.
 _SIZES = op_types("Rank Shape ShapeN Size TensorListElementShape TensorListLength")
+# Ops that choose indices, such as the next token of a text, which measure no error.
+_CHOOSING = op_types("ArgMax ArgMin Multinomial StatelessMultinomial TopK TopKV2")
 _VARIABLES = op_types("ReadVariableOp Variable VariableV2")
 _ADDITIONS = op_types("Add AddV2 BiasAdd Sub")
 _DIFFERENCES = op_types("SquaredDifference Sub")
@@ -96,16 +103,21 @@ class Ends:
         results: Float results that are not known to be scalars.
         scalars: Scalars that are returned or stored.
         unused: Scalars without consumers: losses that are only differentiated.
+        called: Those of `results` that functions return to their callers.
         stored: Larger tensors that are stored: the updates of weights.
         conditions: Results of the conditions of loops, of any dtype.
+        across: For the results of calls where these come from in the functions, and for the
+            arguments of functions where these come from at their callers; of any dtype.
     """
 
     given: _Ordered = field(default_factory=dict)
     results: _Ordered = field(default_factory=dict)
     scalars: _Ordered = field(default_factory=dict)
     unused: _Ordered = field(default_factory=dict)
+    called: _Ordered = field(default_factory=dict)
     stored: _Ordered = field(default_factory=dict)
     conditions: _Ordered = field(default_factory=dict)
+    across: dict[int, list[int]] = field(default_factory=dict)
 
 
 def ends_of(
@@ -139,24 +151,65 @@ def ends_of(
             if node.op in _SOURCES or calls or (is_called and node.op == ARGUMENT):
                 ends.given.update(own)
             elif is_called and node.op == RESULT:
-                ends.results.update(own)
-        storing = scope.users["resource"]
-        for edge in scope.edges:
-            position = scope.slots[edge.target].node
-            stores = position in storing
-            if not stores and scope.nodes[position].op != RESULT:
-                continue
-            if scope.shapes.get(scope.tensor(edge)) == ():
-                ends.scalars[of_scope[edge.source]] = None
-            elif stores:
-                ends.stored[of_scope[edge.source]] = None
+                ends.called.update(own)
+        scalars, stored = _ends_of_scope(scope)
+        ends.scalars.update((of_scope[slot], None) for slot in scalars)
+        ends.stored.update((of_scope[slot], None) for slot in stored)
         ends.unused.update((of_scope[slot], None) for slot in _unused_scalars(scope))
         if number in conditions:
             decided = (slot for node in scope.nodes if node.op == RESULT for slot in node.slots)
             ends.conditions.update((of_scope[slot], None) for slot in decided)
+    ends.results.update(ends.called)
     for slot in [*ends.scalars, *ends.results]:
         ends.unused.pop(slot, None)
+    for slot, source in _across_calls(scopes, slots):
+        ends.across.setdefault(slot, []).append(source)
     return ends
+
+
+def _ends_of_scope(scope: GraphIndex) -> tuple[list[int], list[int]]:
+    """Slots of scalars that are returned or stored, and of larger tensors that are stored."""
+    scalars, stored = list[int](), list[int]()
+    storing = scope.users["resource"]
+    for edge in scope.edges:
+        position = scope.slots[edge.target].node
+        stores = position in storing
+        if not stores and scope.nodes[position].op != RESULT:
+            continue
+        if scope.shapes.get(scope.tensor(edge)) == ():
+            scalars.append(edge.source)
+        elif stores:
+            stored.append(edge.source)
+    return scalars, stored
+
+
+def _across_calls(
+    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of a slot and where its value comes from, on the other side of a call."""
+    boundaries = {
+        scope.scope: [
+            [of_scope[node.slots[0]] for node in scope.nodes if node.op == op]
+            for op in (ARGUMENT, RESULT)
+        ]
+        for scope, of_scope in zip(scopes, slots, strict=True)
+    }
+    for scope, of_scope in zip(scopes, slots, strict=True):
+        for node in scope.nodes:
+            if not node.calls or node.op in LOOPS:
+                continue
+            taken, made = (
+                [slot for slot in node.slots if scope.slots[slot].attr == attr]
+                for attr in ("Tin", "Tout")
+            )
+            for _, name in node.calls:
+                arguments, results = boundaries.get(name, [[], []])
+                if (len(arguments), len(results)) != (len(taken), len(made)):
+                    continue
+                for slot, argument in zip(taken, arguments, strict=True):
+                    yield from ((argument, of_scope[source]) for source in scope.fanin[slot])
+                for slot, result in zip(made, results, strict=True):
+                    yield of_scope[slot], result
 
 
 def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
@@ -189,7 +242,7 @@ def exact_slots(
     Returns:
         The slots, with the reason.
     """
-    values = _Values(index, colors)
+    values = _Values(index, colors, ends.across)
     data, stored = values.data(ends.given)
     gradients = values.gradients([*ends.scalars, *ends.unused])
     updates = values.updates(ends, gradients) if dtype == "float16" else ()
@@ -198,17 +251,25 @@ def exact_slots(
         **dict.fromkeys(updates, _UPDATE),
         **dict.fromkeys(values.computing_with(data, stored), _GIVEN),
         **values.before_results(ends, data, gradients),
-        **dict.fromkeys(values.before_decompositions(), _DECOMPOSED),
-        **dict.fromkeys(values.before_angles(), _TURNED),
-        **dict.fromkeys(values.before_conditions(ends.conditions), _CONDITION),
+        **{
+            slot: reason
+            for slots, reason in (
+                (values.before_decompositions(), _DECOMPOSED),
+                (values.before_angles(), _TURNED),
+                (values.before_conditions(ends.conditions), _CONDITION),
+            )
+            for slot in values.with_operands(slots, data | stored)
+        },
     }
 
 
 class _Values:
     """The flow of float32 values between the slots of a graph."""
 
-    def __init__(self, index: GraphIndex, colors: Mapping[str, str]) -> None:
-        self._index = index
+    def __init__(
+        self, index: GraphIndex, colors: Mapping[str, str], across: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._index, self._across = index, across
         self._ops = index.ops
         self._colors = [colors.get(op) for op in self._ops]
         calls = (bool(index.nodes[slot.node].calls) for slot in index.slots)
@@ -352,7 +413,7 @@ class _Values:
 
         def leading(slot: int) -> Iterable[int]:
             squares = self._colors[slot] == "allow" and len(self._sources[slot]) == 1
-            return self._sources[slot] if squares or not self._multiplies[slot] else ()
+            return self._sources[slot] if squares else self._made_from(slot)
 
         roots = (slot for slot in self._order if self._ops[slot] in DECOMPOSITIONS)
         before = reach(roots, leading)
@@ -365,8 +426,24 @@ class _Values:
             dtypes = {self._index.slots[slot].dtype for slot in node.slots}
             if node.op == "Cast" and any("int" in dtype for dtype in dtypes):
                 given = (slot for slot in node.slots if self._index.slots[slot].attr == "SrcT")
-                roots += (slot for slot in given if self._index.slots[slot].dtype == FLOAT32)
-        return self._with_last_products(roots)
+                roots += filter(self._is_float, given)
+        return self._with_last_products([*roots, *self._parts_of_complex_angles()])
+
+    def _parts_of_complex_angles(self) -> Iterable[int]:
+        """The float slots that complex numbers whose exponential or sine is taken are made from."""
+        slots = self._index.slots
+
+        def is_complex(slot: int) -> bool:
+            return slots[slot].dtype.startswith("complex")
+
+        def made_from(slot: int) -> Iterable[int]:
+            if self._ops[slot] in ("Cast", "Complex"):
+                return (each for each in self._index.node_of(slot).slots if each != slot)
+            return (*self._across.get(slot, ()), *self._index.fanin[slot])
+
+        turned = (s for s, op in enumerate(self._ops) if op in _TURNING_COMPLEX and is_complex(s))
+        found = reach(turned, lambda s: made_from(s) if is_complex(s) else ())
+        return filter(self._is_float, found)
 
     def before_conditions(self, conditions: Iterable[int]) -> Iterable[int]:
         """Slots from the last products before the conditions of loops on, these included."""
@@ -377,18 +454,40 @@ class _Values:
     def _decided_by(self, slot: int) -> Iterable[int]:
         """The sources of a slot; of a comparison's result the operands, whose slots are others."""
         op = self._ops[slot]
-        if self._multiplies[slot] or op in _SIZES:
+        if slot in self._across:
+            deciding = (s for s in self._index.node_of(slot).slots if not self._crosses(s))
+            choice = (source for each in deciding for source in self._index.fanin[each])
+            return [*self._across[slot], *choice]
+        chooses = op in _CHOOSING and not self._is_float(slot)
+        if self._multiplies[slot] or op in _SIZES or chooses:
             return ()
         apart = self._is_float(slot) or op in LOOPS or op in _FRAMES or op == "IdentityN"
         slots = (slot,) if apart else self._index.node_of(slot).slots
         return [source for own in slots for source in self._index.fanin[own]]
 
+    def _crosses(self, slot: int) -> bool:
+        return self._index.slots[slot].attr in ("Tin", "Tout")
+
     def _is_float(self, slot: int) -> bool:
         return self._index.slots[slot].dtype == FLOAT32
 
+    def _made_from(self, slot: int) -> Iterable[int]:
+        """The sources of a slot, across calls, up to a product."""
+        if slot in self._across:
+            return filter(self._is_float, self._across[slot])
+        return () if self._multiplies[slot] else self._sources[slot]
+
     def _with_last_products(self, roots: Iterable[int]) -> Iterable[int]:
-        before = reach(roots, lambda s: () if self._multiplies[s] else self._sources[s])
+        before = reach(roots, self._made_from)
         return [s for s in before if self._colors[s] == "allow" or self._may_stay(s)]
+
+    def with_operands(self, slots: Iterable[int], known: Set[int]) -> Iterable[int]:
+        """Adds what products among some slots take, if it is known before any product."""
+        found = dict.fromkeys(slots)
+        taken = (s for slot in found if self._multiplies[slot] for s in self._sources[slot])
+        known = known | found.keys()
+        operands = reach([s for s in taken if s in known], along(known.__contains__, self._sources))
+        return [*found, *(slot for slot in operands if self._may_stay(slot))]
 
     def updates(self, ends: Ends, gradients: Collection[int]) -> Iterable[int]:
         """Slots between the last products, or sums, of gradients and what these are used for."""
@@ -501,23 +600,35 @@ class _Values:
         return any(self._colors[slot] == "allow" for slot in reach(variables, moved))
 
     def _gradients_of(self, products: Iterable[int], gradients: Collection[int]) -> Iterable[int]:
-        """The products of gradients that take what some products take."""
+        """The products of gradients that are those of some products.
+
+        These take what the products take, and a gradient that no other product of gradients made.
+        """
 
         def origins(slot: int) -> Collection[int]:
+            # Not what a ReluGrad compares with zero.
             return reach(
-                self._sources[slot], lambda s: self._sources[s] if self._moves(s) else ()
+                self._sources[slot],
+                lambda s: self._sources[s] if self._moves(s) and "Grad" not in self._ops[s] else (),
             ).keys()
 
         taken = {origin for slot in products for origin in origins(slot)}
         if not taken:
             return []
-        return [
-            slot
-            for slot in self._order
-            if self._colors[slot] == "allow"
-            and slot in gradients
-            and not taken.isdisjoint(origins(slot))
-        ]
+        found: _Ordered = {}
+        apart = set[int]()  # Behind other products of gradients.
+        for _ in self._walks(apart):
+            found.clear()
+            for slot in self._order:
+                is_apart = not apart.isdisjoint(self._sources[slot])
+                if self._multiplies[slot] and slot in gradients:
+                    is_ours = not is_apart and not taken.isdisjoint(origins(slot))
+                    if is_ours and self._colors[slot] == "allow":
+                        found[slot] = None
+                    is_apart = not is_ours
+                if is_apart:
+                    apart.add(slot)
+        return found
 
     def gradients(self, scalars: Iterable[int]) -> Collection[int]:
         """Slots computed by the products of gradients, which round their results.

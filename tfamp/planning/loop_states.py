@@ -19,13 +19,18 @@ from tfamp.planning.structures import (
     GraphIndex,
     Reason,
     along,
+    op_types,
     reach,
 )
 
-_ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
+_ADDING = op_types("AccumulateNV2 Add AddN AddV2 Sub TensorScatterAdd TensorScatterSub")
 # What a state may go through besides, in an iteration.
-_SCALING = frozenset({"Div", "Mul", "Neg", "RealDiv"})
-_HOLDING = frozenset({"EnsureShape", "Identity", "Reshape", "Select", "SelectV2", "Squeeze"})
+_SCALING = op_types("Div Mul Neg RealDiv")
+_HOLDING = op_types("""
+    ClipByValue ConcatV2 EnsureShape ExpandDims GatherV2 Identity IdentityN Maximum Minimum Pack
+    Relu Reshape ReverseV2 Roll Select SelectV2 Slice Split SplitV Squeeze StridedSlice
+    TensorScatterUpdate Transpose Unpack
+""")
 _ON_THE_WAY = _ADDING | _SCALING | _HOLDING
 _ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
 _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
