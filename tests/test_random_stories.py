@@ -132,7 +132,9 @@ class Story:
 
     def _iterations(self) -> int:
         optimizer = self.model.optimizer
-        return int(getattr(optimizer, "inner_optimizer", optimizer).iterations)
+        return int(
+            keras.ops.convert_to_numpy(getattr(optimizer, "inner_optimizer", optimizer).iterations)
+        )
 
     def _note(self) -> None:
         self.steps.append(self._iterations())
@@ -146,7 +148,8 @@ class Story:
         return self.model.get_weights()
 
 
-def check(events, way, dtype, folder) -> None:
+def check(events, way, dtype, folder) -> Story:
+    """Tells a story twice, in float32 and low; returns the low one."""
     exact, low = Story("float32", dtype, folder), Story(way, dtype, folder)
     for weight, wanted in zip(low.start, exact.start, strict=True):
         np.testing.assert_array_equal(weight, wanted)
@@ -156,6 +159,7 @@ def check(events, way, dtype, folder) -> None:
     moved = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(expected, exact.start, strict=True)))
     off = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(found, expected, strict=True)))
     assert off < {"bfloat16": 0.1, "float16": 0.02}[dtype] * moved
+    return low
 
 
 def story_of(source) -> list[str]:
@@ -173,6 +177,19 @@ def test_every_event_in_one_story(way, dtype, tmp_path):
 def test_random_stories(seed, tmp_path):
     source = random.Random(seed)
     check(story_of(source), source.choice(WAYS), source.choice(["bfloat16", "float16"]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", ["policy", "O2"])
+def test_a_story_on_two_replicas(way, dtype, two_replicas, tmp_path):
+    with two_replicas.scope():
+        story = check(("fit", "freeze", "checkpoint", "predict"), way, dtype, tmp_path)
+    for variable in story.model.variables:
+        first, second = (
+            each.numpy() for each in two_replicas.experimental_local_results(variable.value)
+        )
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.nightly
