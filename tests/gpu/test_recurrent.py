@@ -73,7 +73,7 @@ def test_values(device, check, cell, dtype):
     """A layer of positive weights against float32; Keras's policy, without tfamp, is recorded."""
     device.needs(dtype)
 
-    def make(policy):
+    def make(policy=None):
         inputs = keras.Input((8, 4))
         layer = getattr(keras.layers, cell)(device.size(64, 4), dtype=policy)
         return keras.Model(
@@ -82,16 +82,15 @@ def test_values(device, check, cell, dtype):
 
     with tf.device(device.name):
         x = tf.random.stateless_uniform((512, 8, 4), (1, 2))
-        exact = make("float32")
+        exact = make()
         random = np.random.default_rng(1)
         weights = [random.uniform(0.5, 1.5, w.shape) / len(w) for w in exact.get_weights()]
         exact.set_weights(weights)
         expected = results(exact, x)
-        for way, policy in (
-            ("tfamp", tfamp.Policy(f"mixed_{dtype}")),
-            ("Keras", keras.DTypePolicy(f"mixed_{dtype}")),
-        ):
-            low = make(policy)
+        with tfamp.policy_scope(f"mixed_{dtype}"):
+            ours = make()
+        ways = {"tfamp": ours, "Keras": make(keras.DTypePolicy(f"mixed_{dtype}"))}
+        for way, low in ways.items():
             low.set_weights(weights)
             found = results(low, x)
             pairs = zip(expected.items(), found.values(), strict=True)
