@@ -26,6 +26,7 @@ from benchmarks.results import Measured, Run, WorkloadRun
 from benchmarks.step_graph import count_casts, trace
 from benchmarks.systems import SYSTEMS
 from benchmarks.worker import Worker
+from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 # The generated sections of docs/benchmarks.md.
@@ -260,8 +261,6 @@ class WorkerHere(interleaved.WorkerProcess):
         self._answers.append(getattr(self._worker, do)(**arguments))
 
     def read(self, end=None):
-        if end is not None and time.monotonic() > end:
-            raise interleaved.NoAnswerError(interleaved.TIME_IS_UP)
         return self._answers.pop(0)
 
     def close(self):
@@ -312,6 +311,41 @@ def test_a_run_whose_time_is_up_says_what_it_did_not_do(tmp_path, capsys, monkey
     assert (
         "Not measured: float32 and tfamp.rewrite, min_cut on mlp, lstm: the time was up" in printed
     )
+
+
+class LateHere(WorkerHere):
+    """A worker that does not answer to a first call in time, if it rewrites."""
+
+    def __init__(self, system, options):
+        super().__init__(system, options)
+        self._is_late = system == "rewrite"
+
+    def read(self, end=None):
+        if end is not None and self._is_late:
+            self._answers.clear()
+            raise interleaved.NoAnswerError(interleaved.TIME_IS_UP)
+        return super().read(end)
+
+
+def test_a_system_that_compiles_for_too_long_is_left_out_and_the_others_are_timed(monkeypatch):
+    monkeypatch.setattr(interleaved, "WorkerProcess", LateHere)
+    options = Options("bfloat16", 2, size="small", end=time.monotonic() + 60)
+    systems = ["float32", "rewrite", "tfamp_policy"]
+    run = interleaved.measure(WORKLOADS["mlp"], systems, options, lambda text: None)
+    assert run.skipped == {"rewrite": interleaved.TIME_IS_UP}
+    assert {name: len(each.seconds) for name, each in run.systems.items()} == {
+        "float32": 2,
+        "tfamp_policy": 2,
+    }
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for():
+    worker = interleaved.WorkerProcess("float32", Options("bfloat16", 1))
+    try:
+        with pytest.raises(interleaved.NoAnswerError, match="time was up"):
+            worker.read(end=time.monotonic())
+    finally:
+        worker.close()
 
 
 # Serving

@@ -103,7 +103,6 @@ class Ends:
         results: Float results that are not known to be scalars.
         scalars: Scalars that are returned or stored.
         unused: Scalars without consumers: losses that are only differentiated.
-        called: Those of `results` that functions return to their callers.
         stored: Larger tensors that are stored: the updates of weights.
         conditions: Results of the conditions of loops, of any dtype.
         across: For the results of calls where these come from in the functions, and for the
@@ -114,7 +113,6 @@ class Ends:
     results: _Ordered = field(default_factory=dict)
     scalars: _Ordered = field(default_factory=dict)
     unused: _Ordered = field(default_factory=dict)
-    called: _Ordered = field(default_factory=dict)
     stored: _Ordered = field(default_factory=dict)
     conditions: _Ordered = field(default_factory=dict)
     across: dict[int, list[int]] = field(default_factory=dict)
@@ -151,7 +149,7 @@ def ends_of(
             if node.op in _SOURCES or calls or (is_called and node.op == ARGUMENT):
                 ends.given.update(own)
             elif is_called and node.op == RESULT:
-                ends.called.update(own)
+                ends.results.update(own)
         scalars, stored = _ends_of_scope(scope)
         ends.scalars.update((of_scope[slot], None) for slot in scalars)
         ends.stored.update((of_scope[slot], None) for slot in stored)
@@ -159,7 +157,6 @@ def ends_of(
         if number in conditions:
             decided = (slot for node in scope.nodes if node.op == RESULT for slot in node.slots)
             ends.conditions.update((of_scope[slot], None) for slot in decided)
-    ends.results.update(ends.called)
     for slot in [*ends.scalars, *ends.results]:
         ends.unused.pop(slot, None)
     for slot, source in _across_calls(scopes, slots):

@@ -538,9 +538,10 @@ def _import_graph_def(
     nested = any(node.op in LOOPS for node in inside)
     for loop in imported[len(made) :]:
         # Second derivatives need what the handles of variables refer to.
-        tf_private.copy_handle_data(loop.inputs, loop.outputs)
         if nested:
             tf_private.keep_handle_data(loop, LOOPS)
+        else:
+            tf_private.copy_handle_data(loop.inputs, loop.outputs)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 
