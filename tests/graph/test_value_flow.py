@@ -318,6 +318,60 @@ def test_a_state_that_is_scaled_and_added_to_is_a_sum(name, dtype):
     assert error_of(fast(u), scan(u)) < 2 * EPS[dtype]
 
 
+def _next(h, u):
+    return 0.999 * h + 0.001 * (u @ W[0])
+
+
+# What computes the next state in another function.
+NEXT_STATES = {
+    "branch": lambda i, h, u: tf.cond(i % 4 < 3, lambda: _next(h, u), lambda: h),
+    "part": lambda i, h, u: tf.cond(i % 4 < 3, lambda: 0.999 * h, lambda: h) + 0.001 * (u @ W[0]),
+    "case": lambda i, h, u: tf.switch_case(i % 2, [lambda: _next(h, u), lambda: h]),
+    "compiled": lambda i, h, u: tf.function(_next, jit_compile=True)(h, u),
+}
+
+
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(NEXT_STATES, DTYPES, quick=4))
+def test_a_state_that_goes_through_a_called_function_stays_float32(name, dtype, placement):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+
+    def step(u):
+        with tf.GradientTape() as tape:
+            tape.watch(u)
+            body = lambda i, h: (i + 1, NEXT_STATES[name](i, h, u))  # noqa: E731
+            h = tf.while_loop(lambda i, _: i < 1000, body, (0, tf.zeros((8, 16))))[1] @ W[1]
+            total = tf.reduce_sum(tf.square(h))
+        return h, tape.gradient(total, u)
+
+    fast = rewritten(step, dtype, placement)
+    assert dtype in dtypes(fast, "MatMul", u)
+    exact = tf.function(step)(u)
+    for actual, expected in zip(fast(u), exact, strict=True):
+        assert error_of(actual, expected) < 2 * EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_of_an_array_that_are_computed_from_each_other_are_a_state(dtype):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+
+    def step(u):
+        with tf.GradientTape() as tape:
+            tape.watch(u)
+            array = tf.TensorArray(
+                tf.float32, 1001, clear_after_read=False, element_shape=(8, 16)
+            ).write(0, tf.zeros((8, 16)))
+            body = lambda i, a: (i + 1, a.write(i + 1, _next(a.read(i), u)))  # noqa: E731
+            h = tf.while_loop(lambda i, _: i < 1000, body, (0, array))[1].read(1000) @ W[1]
+            total = tf.reduce_sum(tf.square(h))
+        return h, tape.gradient(total, u)
+
+    fast = rewritten(step, dtype, "lists")
+    assert dtype in dtypes(fast, "MatMul", u)
+    for actual, expected in zip(fast(u), tf.function(step)(u), strict=True):
+        assert error_of(actual, expected) < 2 * EPS[dtype]
+
+
 @pytest.mark.parametrize("compute", ["residual", "in the body"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loop_with_a_tolerance_takes_as_many_iterations(dtype, compute):

@@ -128,6 +128,46 @@ def test_a_module_is_loaded_where_there_is_no_tfamp(tmp_path, without_tfamp):
         assert_close(found[f"{name}_gradient"], gradient, "bfloat16", depth=WIDTH)
 
 
+def _in_a_loop(x, step):
+    return tf.while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, step(a)), (0, x))[1]
+
+
+INSIDE = {
+    "branch": lambda x, step: tf.cond(tf.reduce_sum(x) > -1e6, lambda: step(x), lambda: x),
+    "loop": _in_a_loop,
+    "loop in a branch": lambda x, step: tf.cond(
+        tf.reduce_sum(x) > -1e6, lambda: _in_a_loop(x, step), lambda: x
+    ),
+    "map_fn": lambda x, step: tf.map_fn(lambda row: step(row[None])[0], x),
+}
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_custom_gradients_inside_of_control_flow_are_saved(tmp_path, kind):
+    module = tf.Module()
+    module.weight = tf.Variable(np.random.default_rng(2).random((WIDTH, WIDTH), "float32") / 4)
+    step = lambda x: quarter(x @ module.weight)  # noqa: E731
+    function = tf.function(
+        lambda x: INSIDE[kind](x, step) @ module.weight, input_signature=[tf.TensorSpec((4, WIDTH))]
+    )
+    module.call = tfamp.rewrite(function, dtype="bfloat16")
+
+    def values(call, weight):
+        with tf.GradientTape() as tape:
+            result = call(X)
+        return result, tape.gradient(result, weight)
+
+    exact = values(function, module.weight)
+    expected = values(module.call, module.weight)
+    tf.saved_model.save(module, tmp_path)
+    loaded = tf.saved_model.load(tmp_path)
+    assert "bfloat16" in op_dtypes(loaded.call.concrete_functions[0])["MatMul"]
+    found = values(loaded.call, loaded.weight)
+    for actual, wanted, without in zip(found, expected, exact, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+        assert_close(actual, without, "bfloat16", depth=4 * WIDTH)
+
+
 @pytest.mark.parametrize("kind", ["concrete", "named", "bound method"])
 def test_signatures_are_taken_as_those_of_a_function(tmp_path, kind):
     module = Module()

@@ -512,6 +512,40 @@ def register_functions(definitions: Iterable[Any], owner: Any) -> None:
         removal.atexit = False  # The runtime itself is gone by then.
 
 
+def give_graphs(names: Iterable[str]) -> None:
+    """Gives imported functions of the current graph a graph each, made when it is asked for.
+
+    Symbols: `Graph._functions`, `function_def_to_graph`. TensorFlow keeps the definitions only, and
+    saves a function with a custom gradient only if it has a graph, as traced functions do.
+    """
+    registered = private_symbol(tf.compat.v1.get_default_graph(), "_functions")
+    registered.update((name, _FunctionWithGraph(registered[name])) for name in names)
+
+
+def graph_of_function(graph: Any, name: str) -> Any:
+    """Returns the graph of a function that `give_graphs` was called for.
+
+    Symbol: `Graph._functions`.
+    """
+    return private_symbol(graph, "_functions")[name].graph
+
+
+class _FunctionWithGraph:
+    """A function of an imported graph, with a graph."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    @functools.cached_property
+    def graph(self) -> Any:
+        """A `FuncGraph`."""
+        build = private("framework.function_def_to_graph:function_def_to_graph")
+        return build(self._function.cached_definition)
+
+
 def registered_gradient(name: str) -> Any:
     """Returns the gradient function registered under a name; raises a LookupError without one.
 

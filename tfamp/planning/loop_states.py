@@ -3,8 +3,12 @@
 A loop variable is a sum if its next value is the old one plus something. It is one as well if it is
 only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear recurrence,
 where neither the gates nor what is added depend on it. In low precision such a state stops where a
-step is less than half of its last digit. The gates of an LSTM depend on its state, by products and
-bounded functions: it keeps the dtype of the values that its products take.
+step is less than half of its last digit. A TensorArray whose elements are computed so from each
+other is a state too. The body of a branch, or of another function that is called, is not looked
+into: it takes and returns float32, so that a low state would only be cast there and back.
+
+The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype of
+the values that its products take.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
+    LOOPS,
     RESULT,
     GraphIndex,
     Reason,
@@ -31,7 +36,8 @@ _HOLDING = op_types("""
     Relu Reshape ReverseV2 Roll Select SelectV2 Slice Split SplitV Squeeze StridedSlice
     TensorScatterUpdate Transpose Unpack
 """)
-_ON_THE_WAY = _ADDING | _SCALING | _HOLDING
+_LISTS = op_types("AddN TensorListGetItem TensorListSetItem")
+_ON_THE_WAY = _ADDING | _SCALING | _HOLDING | _LISTS
 _ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
 _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
 
@@ -53,12 +59,13 @@ def kept_variables(
     for argument, result in zip(loop.arguments, loop.results, strict=True):
         (made,) = loop.origins(result)
         is_weight = (body.scope, body.node_of(argument).name) in weights
-        if body.slots[argument].dtype != FLOAT32 or (made == argument and is_weight):
+        dtype = body.slots[argument].dtype
+        if dtype not in (FLOAT32, "variant") or (made == argument and is_weight):
             continue
-        if made == argument:
-            kept[places[argument]] = _INVARIANT
-        else:
+        if made != argument:
             kept.update((places[slot], _ADDS_UP) for slot in loop.adding_up(argument, made))
+        elif dtype == FLOAT32:
+            kept[places[argument]] = _INVARIANT
     return kept
 
 
@@ -79,15 +86,21 @@ class _Body:
         return [list(reach([source], made))[-1] for source in self._index.fanin[slot]]
 
     def adding_up(self, argument: int, made: int) -> list[int]:
-        """The slots from a variable to its next value, if that is the sum described above."""
+        """The float32 slots from a variable to its next value, if that is such a sum."""
+        slots = self._index.slots
+        return [s for s in self._adding_up(argument, made) if slots[s].dtype == FLOAT32]
+
+    def _adding_up(self, argument: int, made: int) -> list[int]:
         if self._ops[made] in _ADDING and argument in self.origins(made):
             return [argument, made]
-        fanin = self._index.fanin
-        before = reach([made], lambda slot: fanin[slot] if self._ops[slot] in _ON_THE_WAY else ())
+        before = reach([made], self._made_from)
         if argument not in before:
             return []
-        behind = reach([argument], along(before.__contains__, self._index.fanout))
+        behind = reach([argument], along(before.__contains__, self._made_of))
         found = [slot for slot in before if slot in behind]
+        if any(self._is_called(slot) for slot in found):
+            return found
+        fanin = self._index.fanin
         factors, terms = (
             [s for slot in found if self._ops[slot] in ops for s in fanin[slot] if s not in behind]
             for ops in (_SCALING, _ADDING)
@@ -97,6 +110,37 @@ class _Body:
         if adds and (by_constants or argument not in self._depends_on([*factors, *terms])):
             return found
         return []
+
+    def _made_from(self, slot: int) -> Sequence[int]:
+        """The inputs of an op that a state may go through."""
+        return self._taken[slot] if self._ops[slot] in _ON_THE_WAY or self._is_called(slot) else ()
+
+    def _is_called(self, slot: int) -> bool:
+        node = self._index.node_of(slot)
+        return bool(node.calls) and node.op not in LOOPS
+
+    @functools.cached_property
+    def _taken(self) -> Sequence[Sequence[int]]:
+        """For each slot the slots of what its op takes, also for other slots of its node.
+
+        Calls have others for their results, and lists for their elements.
+        """
+        index = self._index
+        return [
+            [source for own in index.node_of(slot).slots for source in index.fanin[own]]
+            if self._is_called(slot) or self._ops[slot] in _LISTS
+            else index.fanin[slot]
+            for slot in range(len(index.slots))
+        ]
+
+    @functools.cached_property
+    def _made_of(self) -> Sequence[Sequence[int]]:
+        """For each slot those whose op takes it."""
+        found: list[list[int]] = [[] for _ in self._taken]
+        for slot, sources in enumerate(self._taken):
+            for source in sources:
+                found[source].append(slot)
+        return found
 
     def _depends_on(self, slots: Iterable[int]) -> Collection[int]:
         """The variables, of this or earlier iterations, that some slots are computed from.

@@ -293,7 +293,7 @@ def _flat(traced: Any) -> GraphEditor:
     """Returns the editor of a new copy of the graph of a trace, with its calls inlined."""
     names = [tensor.name for tensor in (*traced.outputs, *traced.inputs)]
     graph = functions.flattened(traced.graph.as_graph_def(add_shapes=True), names)
-    for node in _custom_nodes(graph.graph):
+    for _, node in _custom_nodes(graph.graph):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
     return graph
 
@@ -313,9 +313,11 @@ def _into_current_graph(
     names_here = {name: tensor.name for name, tensor in inputs.items()}
     gradients = options.for_gradients()
     host = _Host(weakref.ref(current), scope, names_here, traced.graph, gradients)
+    with_gradients = {function for function, _ in _custom_nodes(graph_def) if function}
     _adopt_gradients(graph_def, host)
     outputs = [tensor.name for tensor in traced.outputs]
     results = _import_graph_def(graph_def, inputs, outputs, scope)
+    tf_private.give_graphs(with_gradients)
     tf_private.note_variables(traced.graph.variables)
     return results
 
@@ -383,6 +385,13 @@ class _Host:
             raise KeyError(f"The graph with the copy of {name!r} has been deleted.")
         return graph.as_graph_element(self.inputs.get(name, copied))
 
+    def operation(self, name: str, function: str) -> Any:
+        """Returns the copy of an operation of the trace, or of a function of it."""
+        graph = self.graph()
+        if not function or graph is None:
+            return self.counterpart(name)
+        return tf_private.graph_of_function(graph, function).get_operation_by_name(name)
+
 
 @dataclass(frozen=True)
 class _CustomGradient:
@@ -392,17 +401,19 @@ class _CustomGradient:
         node: The node as it was traced: its attributes hold the closure's name, the prefix by which
             it was inlined, and the dtypes of its outputs.
         host: The graph with the copies.
+        function: Name of the host's function that the node is in; "" for the graph itself.
     """
 
     node: Any
     host: _Host
+    function: str
 
     def __call__(self, op: Any, *gradients: Any) -> list[Any]:
         """Returns a gradient for each input of the op, or None.
 
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
-        op = self.host.counterpart(self.node.name) if op is None else op
+        op = self.host.operation(self.node.name, self.function) if op is None else op
         name = functions.attribute_text(self.node, functions.GRADIENT)
         closure = tf_private.registered_gradient(name)
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
@@ -459,9 +470,10 @@ class _CustomGradient:
 
 def _adopt_gradients(graph_def: Any, host: _Host) -> None:
     """Registers gradients for the nodes of a graph to import and makes the nodes refer to them."""
-    for node in _custom_nodes(graph_def):
+    for function, node in _custom_nodes(graph_def):
         adopted = f"Tfamp{_CUSTOM}{next(_NUMBERS)}"
-        tf.RegisterGradient(adopted)(as_written(_CustomGradient(copy.deepcopy(node), host)))
+        gradient = _CustomGradient(copy.deepcopy(node), host, function)
+        tf.RegisterGradient(adopted)(as_written(gradient))
         node.attr[functions.GRADIENT].s = adopted.encode()
     library = functions.library_of(graph_def)
     for node in all_nodes(graph_def):
@@ -487,10 +499,12 @@ def all_nodes(graph_def: Any) -> Iterator[Any]:
     return (node for _, nodes, _ in functions.bodies(graph_def) for node in nodes)
 
 
-def _custom_nodes(graph_def: Any) -> Iterator[Any]:
-    for node in all_nodes(graph_def):
-        if functions.attribute_text(node, functions.GRADIENT).startswith(_CUSTOM):
-            yield node
+def _custom_nodes(graph_def: Any) -> Iterator[tuple[str, Any]]:
+    """Nodes with a custom gradient, each with the name of its function, "" for the graph itself."""
+    for function, nodes, _ in functions.bodies(graph_def):
+        for node in nodes:
+            if functions.attribute_text(node, functions.GRADIENT).startswith(_CUSTOM):
+                yield function, node
 
 
 def _enclosing(graph: Any) -> Iterator[Any]:
