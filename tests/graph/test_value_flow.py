@@ -193,6 +193,51 @@ def test_a_style_loss_of_large_features_is_finite_in_float16():
     del gradient  # It exceeds float16's range without a loss scale.
 
 
+def penalized(loss_of, scale=1.0):
+    """A training step with a penalty of the slope of the loss, as in WGAN-GP and R1."""
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = loss_of(tf.tanh(x @ W[0]) @ W[1], y)
+            total = loss + tf.reduce_sum(tf.square(inner.gradient(loss, x)))
+            scaled = total * scale
+        return total, [each / scale for each in tape.gradient(scaled, W[:2])]
+
+    return step
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(LOSSES, DTYPES, quick=4))
+def test_a_loss_beside_a_penalty_of_its_gradient_begins_there_too(name, dtype):
+    y = tf.constant(RANDOM.normal(size=(64, 16)), tf.float32)
+    step, plain = penalized(LOSSES[name]), training_step(LOSSES[name])
+    fast = rewritten(step, dtype)
+    of_loss = [
+        [node.name for node in rewritten(each, dtype).plan(X, y).nodes if "behind" in node.reason]
+        for each in (plain, step)
+    ]
+    assert of_loss[0]
+    assert set(of_loss[0]) <= set(of_loss[1])
+    (total, gradients), (exact_total, exact) = fast(X, y), step(X, y)
+    assert abs(float(total / exact_total - 1)) < 4 * EPS[dtype]
+    for actual, expected in zip(gradients, exact, strict=True):
+        assert error_of(actual, expected) < 8 * EPS[dtype]
+
+
+def test_data_beyond_float16s_range_stays_finite_in_second_derivatives():
+    y = tf.constant(1e5 * RANDOM.normal(size=(64, 16)), tf.float32)
+
+    def step(x, y, scale):
+        return penalized(lambda x, y: tf.sqrt(distances(x, y)), scale)(x, y)
+
+    exact_total, exact = step(X, y, 1.0)
+    total, gradients = rewritten(step, "float16")(X, y, tf.constant(2.0**10))
+    assert abs(float(total / exact_total - 1)) < 0.001
+    for actual, expected in zip(gradients, exact, strict=True):
+        assert error_of(actual, expected) < 0.01
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_inside_of_a_model_stays_low(dtype):
     def model(x):

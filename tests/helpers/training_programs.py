@@ -98,7 +98,7 @@ def _indexes(x: Any, w: Any, n: int) -> Any:
 
 
 def _decaying(x: Any, w: Any, n: int) -> Any:
-    """A state over many iterations of a loop."""
+    """A state over many iterations of a loop: a variable, in a branch, in an array, of a scan."""
     target = tf.tanh(x @ w)
     gate = tf.sigmoid(x) * 0.02
     rules = (
@@ -106,11 +106,23 @@ def _decaying(x: Any, w: Any, n: int) -> Any:
         lambda h: (1.0 - gate) * h + gate * target,
         lambda h: h + 0.01 * (target - h),
     )
-    rule = rules[n % len(rules)]
-    body = lambda i, h: (i + 1, rule(h))  # noqa: E731
-    return tf.while_loop(lambda i, _: i < 200, body, (0, tf.zeros_like(x)), maximum_iterations=200)[
-        1
-    ]
+    rule, start = rules[n % len(rules)], tf.zeros_like(x)
+
+    def loop(body: Any, state: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 200, body, (0, state), maximum_iterations=200)[1]
+
+    def array() -> Any:
+        steps = tf.TensorArray(tf.float32, 201, clear_after_read=False, element_shape=x.shape)
+        body = lambda i, a: (i + 1, a.write(i + 1, rule(a.read(i))))  # noqa: E731
+        return loop(body, steps.write(0, start)).read(200)
+
+    forms = (
+        lambda: loop(lambda i, h: (i + 1, rule(h)), start),
+        lambda: loop(lambda i, h: (i + 1, tf.cond(i % 4 < 3, lambda: rule(h), lambda: h)), start),
+        lambda: tf.scan(lambda h, _: rule(h), tf.range(200), start)[-1],
+        array,
+    )
+    return forms[n // len(rules) % len(forms)]()
 
 
 def _fixed_point(x: Any, w: Any, n: int) -> Any:
@@ -142,6 +154,12 @@ def _called(x: Any, w: Any, n: int) -> Any:
     return tf.function(lambda x: step(x, w.read_value(), n), autograph=False)(x)
 
 
+def _compiled(x: Any, w: Any, n: int) -> Any:
+    step = _STEPS[_IN_FUNCTIONS[n % len(_IN_FUNCTIONS)]]
+    run = tf.function(lambda x, w: step(x, w, n), autograph=False, jit_compile=True)
+    return run(x, tf.convert_to_tensor(w))
+
+
 def _recomputed(x: Any, w: Any, n: int) -> Any:
     """A block that is computed again for its gradient, and its weight used once more."""
     block = tf.recompute_grad(lambda x: tf.tanh(x @ w))
@@ -171,6 +189,7 @@ _STEPS: Mapping[str, Callable[[Any, Any, int], Any]] = {
     "branch": _branch,
     "mapped": _mapped,
     "called": _called,
+    "compiled": _compiled,
     "recomputed": _recomputed,
     "custom": _custom,
 }
@@ -329,16 +348,8 @@ def draw(random: Draw, *, length: int = 4) -> Program:
         (random.choice(kinds), random.randint(0, 11), bool(random.randint(0, 1)))
         for _ in range(random.randint(1, length))
     )
-    # Second derivatives of loops and of custom gradients are tested elsewhere.
-    twice = not {
-        "decaying",
-        "fixed point",
-        "recomputed",
-        "called",
-        "branch",
-        "mapped",
-        "custom",
-    } & {kind for kind, *_ in steps}
+    # TensorFlow has no second derivative of these.
+    twice = not {"fixed point", "recomputed", "compiled", "custom"} & {kind for kind, *_ in steps}
     return Program(
         steps,
         random.choice(sorted(LOSSES)),

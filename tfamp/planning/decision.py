@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots
+from tfamp.planning.ends import ends_of
+from tfamp.planning.exact_values import exact_slots
 from tfamp.planning.inexact_kernels import inexact_nodes
 from tfamp.planning.loop_states import kept_variables
 from tfamp.planning.normalizations import softmax_gradients, statistics

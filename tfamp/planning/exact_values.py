@@ -21,9 +21,9 @@ All rules go by structure and none by names:
 - **Conditions of loops.** What a loop compares with a tolerance is float32, from the last product
   on, this included: rounded values need not come closer to each other.
 
-`normalizations` finds others. A product is an op of the allow list. The selected slots stay as they
-are and the passes work around them; unlike a denied op, they do not make the nodes behind them
-float32.
+`normalizations` finds others, `ends` where a graph begins and ends. A product is an op of the allow
+list. The selected slots stay as they are and the passes work around them; unlike a denied op, they
+do not make the nodes behind them float32.
 """
 
 from __future__ import annotations
@@ -32,26 +32,21 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
+from tfamp.planning.ends import Ends
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
-    ARGUMENT,
     FLOAT32,
     LOOPS,
-    RESULT,
     GraphIndex,
+    Ordered,
     Reason,
     along,
     op_types,
     reach,
 )
-
-# An ordered set of slots or nodes.
-_Ordered: TypeAlias = dict[int, None]
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
@@ -64,10 +59,6 @@ _CONDITION = Reason("condition", "it decides when a loop ends")
 _BEHIND_WEIGHTS = Reason("result", "it multiplies activations, behind the last weight of a result")
 _UPDATE = Reason("update", "it leads from the last product of a gradient to where this is used")
 
-# Ops whose results are data from outside of the graph.
-_SOURCES = op_types("""
-    IteratorGetNext IteratorGetNextSync OptionalGetValue Placeholder PlaceholderWithDefault
-""")
 # Ops that select or compare values and do not compute new ones.
 CHOICES = op_types("""
     ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
@@ -92,137 +83,6 @@ _ADDITIONS = op_types("Add AddV2 BiasAdd Sub")
 _DIFFERENCES = op_types("SquaredDifference Sub")
 # Nodes of TensorFlow 1's loops, which change as a whole or not at all.
 _FRAMES = op_types("Enter Exit Merge NextIteration Switch")
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Slots of a graph where values come from outside, and where they go.
-
-    Attributes:
-        given: Placeholders, elements of datasets, results of calls and arguments of functions.
-        results: Float results that are not known to be scalars.
-        scalars: Scalars that are returned or stored.
-        unused: Scalars without consumers: losses that are only differentiated.
-        stored: Larger tensors that are stored: the updates of weights.
-        conditions: Results of the conditions of loops, of any dtype.
-        across: For the results of calls where these come from in the functions, and for the
-            arguments of functions where these come from at their callers; of any dtype.
-    """
-
-    given: _Ordered = field(default_factory=dict)
-    results: _Ordered = field(default_factory=dict)
-    scalars: _Ordered = field(default_factory=dict)
-    unused: _Ordered = field(default_factory=dict)
-    stored: _Ordered = field(default_factory=dict)
-    conditions: _Ordered = field(default_factory=dict)
-    across: dict[int, list[int]] = field(default_factory=dict)
-
-
-def ends_of(
-    scopes: Sequence[GraphIndex],
-    slots: Sequence[Sequence[int]],
-    joined: Collection[int],
-    conditions: Collection[int],
-    fetched: Iterable[int],
-) -> Ends:
-    """Finds where the values of a graph and its functions come from, and where they go.
-
-    A call is such an end, for its caller and for the function: it keeps the dtypes of its boundary.
-
-    Args:
-        scopes: The scopes, each with its shapes; the graph itself is the first.
-        slots: For each scope the slot of the joined graph for each of its slots.
-        joined: Positions of the functions that are joined with their loops.
-        conditions: Positions of those that are conditions of loops.
-        fetched: Positions of the nodes of the graph that are fetched.
-    """
-    ends = Ends()
-    for position in fetched:
-        is_scalar = scopes[0].shapes.get((position, 0)) == ()
-        found = ends.scalars if is_scalar else ends.results
-        found.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
-    for number, (scope, of_scope) in enumerate(zip(scopes, slots, strict=True)):
-        is_called = number not in joined
-        for node in scope.nodes:
-            own = ((of_scope[slot], None) for slot in node.slots)
-            calls = node.calls and node.op not in LOOPS
-            if node.op in _SOURCES or calls or (is_called and node.op == ARGUMENT):
-                ends.given.update(own)
-            elif is_called and node.op == RESULT:
-                ends.results.update(own)
-        scalars, stored = _ends_of_scope(scope)
-        ends.scalars.update((of_scope[slot], None) for slot in scalars)
-        ends.stored.update((of_scope[slot], None) for slot in stored)
-        ends.unused.update((of_scope[slot], None) for slot in _unused_scalars(scope))
-        if number in conditions:
-            decided = (slot for node in scope.nodes if node.op == RESULT for slot in node.slots)
-            ends.conditions.update((of_scope[slot], None) for slot in decided)
-    for slot in [*ends.scalars, *ends.results]:
-        ends.unused.pop(slot, None)
-    for slot, source in _across_calls(scopes, slots):
-        ends.across.setdefault(slot, []).append(source)
-    return ends
-
-
-def _ends_of_scope(scope: GraphIndex) -> tuple[list[int], list[int]]:
-    """Slots of scalars that are returned or stored, and of larger tensors that are stored."""
-    scalars, stored = list[int](), list[int]()
-    storing = scope.users["resource"]
-    for edge in scope.edges:
-        position = scope.slots[edge.target].node
-        stores = position in storing
-        if not stores and scope.nodes[position].op != RESULT:
-            continue
-        if scope.shapes.get(scope.tensor(edge)) == ():
-            scalars.append(edge.source)
-        elif stores:
-            stored.append(edge.source)
-    return scalars, stored
-
-
-def _across_calls(
-    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, int]]:
-    """Pairs of a slot and where its value comes from, on the other side of a call."""
-    boundaries = {
-        scope.scope: [
-            [of_scope[node.slots[0]] for node in scope.nodes if node.op == op]
-            for op in (ARGUMENT, RESULT)
-        ]
-        for scope, of_scope in zip(scopes, slots, strict=True)
-    }
-    for scope, of_scope in zip(scopes, slots, strict=True):
-        for node in scope.nodes:
-            if not node.calls or node.op in LOOPS:
-                continue
-            taken, made = (
-                [slot for slot in node.slots if scope.slots[slot].attr == attr]
-                for attr in ("Tin", "Tout")
-            )
-            for _, name in node.calls:
-                arguments, results = boundaries.get(name, [[], []])
-                if (len(arguments), len(results)) != (len(taken), len(made)):
-                    continue
-                for slot, argument in zip(taken, arguments, strict=True):
-                    yield from ((argument, of_scope[source]) for source in scope.fanin[slot])
-                for slot, result in zip(made, results, strict=True):
-                    yield of_scope[slot], result
-
-
-def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars whose consumers, if any, have no used float results."""
-    used = {
-        slot.node
-        for number, slot in enumerate(scope.slots)
-        if slot.dtype == FLOAT32 and scope.fanout[number]
-    }
-    for (position, port), shape in scope.shapes.items():
-        # A scalar handle of a list may hold larger tensors.
-        if shape == () and port == 0 and position not in scope.users["variant"]:
-            node = scope.nodes[position]
-            for slot in () if node.calls else node.slots:
-                if used.isdisjoint(scope.slots[target].node for target in scope.fanout[slot]):
-                    yield slot
 
 
 def exact_slots(
@@ -599,7 +459,8 @@ class _Values:
     def _gradients_of(self, products: Iterable[int], gradients: Collection[int]) -> Iterable[int]:
         """The products of gradients that are those of some products.
 
-        These take what the products take, and a gradient that no other product of gradients made.
+        These take what the products take, and a gradient that no other product of gradients made;
+        in a second derivative others did, but only these take what no other product takes.
         """
 
         def origins(slot: int) -> Collection[int]:
@@ -612,14 +473,18 @@ class _Values:
         taken = {origin for slot in products for origin in origins(slot)}
         if not taken:
             return []
-        found: _Ordered = {}
+        ours = {*products, *gradients}
+        others = (slot for slot in self._order if self._multiplies[slot] and slot not in ours)
+        taken_alone = taken.difference(*map(origins, others))
+        found: Ordered = {}
         apart = set[int]()  # Behind other products of gradients.
         for _ in self._walks(apart):
             found.clear()
             for slot in self._order:
                 is_apart = not apart.isdisjoint(self._sources[slot])
                 if self._multiplies[slot] and slot in gradients:
-                    is_ours = not is_apart and not taken.isdisjoint(origins(slot))
+                    ends = taken_alone if is_apart else taken
+                    is_ours = not ends.isdisjoint(origins(slot))
                     if is_ours and self._colors[slot] == "allow":
                         found[slot] = None
                     is_apart = not is_ours

@@ -22,6 +22,8 @@ from tfamp.reports.plan_page import explorer_graphs, plan_fragment, plan_text, r
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.
 Tensor: TypeAlias = tuple[int, int]
+# An ordered set of slots or nodes.
+Ordered: TypeAlias = dict[int, None]
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
