@@ -17,7 +17,9 @@ import tfamp
 from helpers.cases import one_in
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.layer_dtypes import copied, graphs, managed_layers
+from tfamp.layers.assignment import managed_by
+from tfamp.layers.model_roles import graphs, places_of
+from tfamp.layers.records import copied
 
 pytestmark = pytest.mark.usefixtures("low")
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -515,7 +517,7 @@ def _build_and_drop():
     keras.Model(x, made[0].output)
     keras.Model(x, layers.Dense(2)(base(x)))
     keras.Sequential([keras.Input((8,)), layers.Dense(8), Block()])(X)
-    assert all(managed_layers.get(layer) for layer in made)
+    assert all(managed_by(layer) for layer in made)
     assert graphs.get(base) is not None
     return [weakref.ref(obj) for obj in (*made, base)]
 
@@ -524,7 +526,7 @@ def test_a_copied_record_does_not_change_with_the_layer():
     x = keras.Input((8,))
     y, (head,) = chain(x, 2)
     keras.Model(x, y)
-    record = managed_layers.get(head)
+    record = places_of(head)
     noted = copied(record)
     keras.Model(x, layers.Dense(2)(y))
     assert (noted.raised, record.raised) == ([head], [])

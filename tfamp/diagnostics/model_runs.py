@@ -18,9 +18,10 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
-from tfamp.layers import layer_dtypes
-from tfamp.layers.layer_dtypes import can_be_raised, policy_with
+from tfamp.layers import model_roles
+from tfamp.layers.layer_dtypes import policy_with
 from tfamp.layers.model_calls import casts_unprepared
+from tfamp.layers.model_roles import can_be_raised
 from tfamp.policy import Policy
 
 # Takes a layer and a function that calls it; returns the result of the call.
@@ -112,7 +113,7 @@ def _output_layers(layer: Any) -> list[Any]:
     is_sequential = isinstance(layer, keras.Sequential)
     functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = layer_dtypes.output_makers(list(functional.outputs))
+        makers = model_roles.output_makers(list(functional.outputs))
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(layer, keras.Model) else [layer]
 

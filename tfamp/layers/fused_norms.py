@@ -24,7 +24,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import wrap_method
-from tfamp.layers.layer_dtypes import managed_layers
+from tfamp.layers.assignment import assignments
 
 _Method = Callable[..., Any]
 # Methods that a subclass may override without changing the arithmetic.
@@ -57,8 +57,8 @@ def fuse(layer: Any, low: str) -> None:
 
     def output_dtype(inputs: Any) -> str:
         """Dtype of the output, also without the kernel: symbolic tensors have it."""
-        record = managed_layers.get(layer)
-        raised = record is not None and bool(record.raised)
+        assignment = assignments.get(layer)
+        raised = assignment is not None and assignment.role == "output"
         if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
             return low
         return str(layer.compute_dtype)

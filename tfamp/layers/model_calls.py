@@ -10,6 +10,7 @@ not on classes: they keep working after the policy has changed and affect no oth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -22,8 +23,11 @@ from tfamp import kernel_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
-from tfamp.layers import fused_norms, layer_dtypes
-from tfamp.layers.layer_dtypes import ManagedLayer, WeakMap, graph_of, is_built_in, managed_layers
+from tfamp.layers import fused_norms, layer_dtypes, model_roles
+from tfamp.layers.assignment import Before, Decider, assigned, managed_by
+from tfamp.layers.layer_dtypes import is_built_in
+from tfamp.layers.model_roles import graph_of
+from tfamp.layers.records import WeakMap
 from tfamp.policy import Policy, prepares_data
 
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
@@ -264,27 +268,30 @@ def _holds(layer: Any, applies: Callable[[Any], bool]) -> bool:
     return any(applies(each) or _holds(each, applies) for each in inside)
 
 
-def manage(layer: Any, policy: Policy) -> None:
-    """Starts managing a layer whose dtype a mixed policy decided.
+def manage(layer: Any, policy: Policy, by: Decider, before: Before | None = None) -> None:
+    """Gives a layer the assignment of a mixed policy, and the methods that this needs.
 
-    The layer is new or already has the dtype that the policy gives it. A model itself keeps the
-    mixed policy: `compile` scales the loss of models that have it.
+    The layer is new or already has the dtype that the policy gives it; `before` is for a level. A
+    model itself keeps the mixed policy: `compile` scales the loss of models that have it.
     """
     if isinstance(layer, keras.layers.InputLayer):
         return  # its dtype is the dtype of the fed data
-    if fused_norms.can_fuse(type(layer)):
-        follows_input = policy.keeps_float32(type(layer))
-        managed_layers.set(layer, ManagedLayer(policy, follows_input=follows_input))
+    is_fused = fused_norms.can_fuse(type(layer))
+    assignment = assigned(type(layer), policy, by, fused=is_fused)
+    is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+    if is_graph and not is_fused:  # The layers in it compute, and have roles.
+        assignment = dataclasses.replace(assignment, policy=None)
+    if before is not None or assignment.policy is not None:
+        model_roles.assign(layer, dataclasses.replace(assignment, before=before))
+    if is_fused:
         fused_norms.fuse(layer, policy.compute_dtype)
     elif policy.keeps_float32(type(layer)):
         _keep_sublayers_float32(layer, policy)
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:
             _watch_sequential(layer)
-    elif not isinstance(layer, keras_hooks.functional_class()):
-        managed_layers.set(layer, ManagedLayer(policy))
-        if isinstance(layer, keras.Model) and policy.float32_outputs:
-            cast_outermost(layer)
+    elif isinstance(layer, keras.Model) and not is_graph and policy.float32_outputs:
+        cast_outermost(layer)
 
 
 def guard_kernels(layer: Any) -> None:
@@ -315,7 +322,7 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 
     The owner is the Sequential that runs it, if known.
     """
-    if layer_dtypes.settle(functional, owner):
+    if model_roles.settle(functional, owner):
         _watch_functional(functional)
 
 
@@ -374,8 +381,8 @@ def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     caller, graph = _caller_of(model), graph_of(model)
     # A model that makes outputs of a Functional stays float32.
     ends = graph is not None and bool(graph.output_of)
-    if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
-        layer_dtypes.become_part(model)
+    if caller is not None and not model_roles.is_subclassed_model(caller) and not ends:
+        model_roles.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))
 
 
@@ -385,9 +392,9 @@ def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
     The caller's code may add them to other low tensors. If it returns one of them as its own
     output, that is the float32 tensor again.
     """
-    if not layer_dtypes.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
+    if not model_roles.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
         return outputs
-    made = layer_dtypes.float32_made_of_low(model)
+    made = model_roles.float32_made_of_low(model)
     if not any(made):
         return outputs
     flat = zip(keras.tree.flatten(outputs), made, strict=True)
@@ -404,31 +411,31 @@ def _watch_sequential(model: Any) -> None:
     """
 
     def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        layer_dtypes.forget_dropped(model)
+        model_roles.forget_dropped(model)
         result = original(*args, **kwargs)
-        layer_dtypes.forget_dropped(model)
+        model_roles.forget_dropped(model)
         functional = keras_hooks.functional_of(model)
         if functional is not None:
             # Without roles if the policy has changed since: its constructor was not wrapped.
-            layer_dtypes.settle(functional, model)
+            model_roles.settle(functional, model)
         return result
 
     def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
-        layer_dtypes.forget_dropped(model)
+        model_roles.forget_dropped(model)
         return layer
 
     def get_config(original: Callable[[], Any]) -> Any:
         # Keras lists the Sequential's own layers; appended casts are in the Functional only.
         config = original()
-        appended = layer_dtypes.appended_casts(model)
+        appended = model_roles.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
     def returns_low() -> bool:
         """Whether the output is low: nested inputs, for one, build no Functional with a cast."""
         built = keras_hooks.functional_of(model) is not None
-        return not built and any(map(layer_dtypes.wants_float32, model.layers[-1:]))
+        return not built and any(map(model_roles.wants_float32, model.layers[-1:]))
 
     for around in (build, pop, get_config):
         wrap_method(model, around.__name__, around)
@@ -516,8 +523,8 @@ def runs_float32_layer() -> bool:
 def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str | None) -> None:
     for layer in layers:
         # Keras's own layers set it on theirs explicitly; a dtype given by the user wins.
-        ours = managed_layers.get(layer) is not None or handed_down
+        ours = managed_by(layer) is not None or handed_down
         if ours and layer_dtypes.float_policy(layer) == policy_name:
             layer_dtypes.give_policy(layer, "float32")
-            managed_layers.set(layer, None)
+            model_roles.leave_to_holder(layer)
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)

@@ -13,8 +13,9 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.layers.layer_dtypes import managed_layers, quantization_of
-from tfamp.levels.layer_policies import computing_layers_of, layers_before, path_of, set_by_hand
+from tfamp.layers.assignment import Assignment, assignments
+from tfamp.layers.layer_dtypes import quantization_of
+from tfamp.levels.layer_policies import computing_layers_of, path_of
 from tfamp.levels.precision_config import LEVELS, EffectiveLevel
 from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
@@ -214,15 +215,15 @@ def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettin
 
 def _why(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> str:
     """Returns the first reason for a layer's dtype that holds, at a level or without one."""
-    record, is_moved = managed_layers.get(layer), layers_before.get(layer) is not None
-    raised = record is not None and bool(record.raised)
+    assignment = assignments.get(layer) or Assignment(layer.dtype_policy.name, "policy")
+    is_moved = assignment.before is not None
     name = None if level is None else level.level
     is_float32 = layer.compute_dtype == "float32"
     reasons = {
         "keep_float32": is_kept,
-        "set by hand": set_by_hand.get(layer),
-        "statistics": record is not None and record.follows_input and not raised,
-        "output": raised or (name == "O2" and is_moved and is_float32),
+        "set by hand": assignment.by == "user",
+        "statistics": assignment.role == "statistics",
+        "output": assignment.role == "output" or (name == "O2" and is_moved and is_float32),
         f"policy {layer.dtype_policy.name}": level is None,
         "op lists": name == "O1" and is_float32 and quantization_of(layer) is None,
         "data preparation": name != "O0" and prepares_data(type(layer)),

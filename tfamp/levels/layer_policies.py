@@ -10,7 +10,6 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,7 +21,15 @@ from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
-from tfamp.layers import layer_dtypes, model_calls
+from tfamp.layers import layer_dtypes, model_calls, model_roles, records
+from tfamp.layers.assignment import (
+    Assignment,
+    Before,
+    before_level,
+    decider_of,
+    managed_by,
+    set_by_hand,
+)
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.precision_config import read_dtype
 from tfamp.policy import Policy, prepares_data
@@ -62,7 +69,7 @@ def output_layers_of(layer: Any) -> list[Any]:
     if isinstance(layer, keras.Sequential):
         makers = layer.layers[-1:]
     elif is_graph(layer):
-        makers = layer_dtypes.output_makers(keras_hooks.outputs_of(layer))
+        makers = model_roles.output_makers(keras_hooks.outputs_of(layer))
     else:
         return [] if isinstance(layer, keras.Model) else [layer]
     return [each for maker in makers for each in output_layers_of(maker)]
@@ -75,7 +82,7 @@ def is_graph(layer: Any) -> bool:
 
 def models_held_by_models(model: Any) -> list[Any]:
     """Returns the Functional and Sequential models held by a model, or one in it, if subclassed."""
-    holders = filter(layer_dtypes.is_subclassed_model, layers_of(model))
+    holders = filter(model_roles.is_subclassed_model, layers_of(model))
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
@@ -107,7 +114,7 @@ def correct_symbolic_dtypes_of(functional: Any) -> None:
 
 def _corrected(node: Any) -> bool:
     try:
-        return layer_dtypes.respecify(node)
+        return model_roles.respecify(node)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
         operation = node.operation
         dtype = getattr(operation, "compute_dtype", "low precision")
@@ -181,19 +188,6 @@ def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
 # ---- A policy for the whole model ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """A layer's policy and `autocast` before a level, and the name of the level's policy."""
-
-    policy: Any
-    autocast: bool
-    given: str
-
-
-layers_before: layer_dtypes.WeakMap[Before] = layer_dtypes.WeakMap()
-set_by_hand: layer_dtypes.WeakMap[bool] = layer_dtypes.WeakMap()
-
-
 def note_state(root: Any) -> Callable[[], None]:
     """Returns a function that restores the dtypes, replaced methods and appended casts of a model.
 
@@ -202,7 +196,7 @@ def note_state(root: Any) -> Callable[[], None]:
     layers, functionals = layers_of(root), [found for found, _ in functionals_of(root)]
     noted = [(x, wrapped_methods(x), layer_dtypes.policy_of(x), x.autocast) for x in layers]
     # A Sequential is a layer, and the Functional that it runs is not.
-    records = [(x, layer_dtypes.snapshot(x)) for x in (*layers, *functionals)]
+    noted_records = [(x, records.snapshot(x)) for x in (*layers, *functionals)]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Outputs of the ops behind a layer too, such as a sum of two outputs.
     symbolic = [
@@ -221,8 +215,8 @@ def note_state(root: Any) -> Callable[[], None]:
             now = keras_hooks.outputs_of(functional)
             if any(x is not y for x, y in zip(before, now, strict=True)):
                 keras_hooks.set_outputs(functional, before)
-        for key, record in records:
-            layer_dtypes.restore(key, record)
+        for key, record in noted_records:
+            records.restore(key, record)
         for tensor, dtype in symbolic:
             keras_hooks.set_symbolic_dtype(tensor, dtype)
 
@@ -236,7 +230,7 @@ def default_policy(model: Any) -> str:
     layers, "float32" in a tie.
     """
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
-    if any(layers_before.get(layer) for layer in layers):
+    if any(map(before_level, layers)):
         return "float32"
     own = layer_dtypes.float_policy(model) or "float32"
     if own.startswith("mixed_"):
@@ -256,50 +250,46 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     default = default_policy(model)
     chosen: set[int] = set()
     for functional, _ in functionals_of(model):
-        layer_dtypes.dissolve(functional)
+        model_roles.dissolve(functional)
     for layer in computing_layers_of(model):
-        now, before = layer_dtypes.policy_of(layer), layers_before.get(layer)
+        now, before = layer_dtypes.policy_of(layer), before_level(layer)
         is_chosen = _is_chosen(layer, default)
-        unwrap_methods(layer)
-        layer_dtypes.managed_layers.set(layer, None)
-        is_uncast = model_calls.uncast_inputs.get(layer)
-        if before is not None:
-            layer.autocast = before.autocast
-            layer_dtypes.give_policy(layer, before.policy)
-        elif is_uncast or isinstance(layer, keras.layers.BatchNormalization):
-            layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
+        _restore(layer, before)
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, now)
             model_calls.guard_kernels(layer)
             chosen.add(id(layer))
-            if before is not None:  # The record stays, to restore the original policy later.
-                set_by_hand.set(layer, True)
+            # Level O0 restores the policy before the levels later.
+            is_noted = before is not None or set_by_hand(layer)
+            model_roles.assign(layer, _by_hand(layer, before) if is_noted else None)
             continue
         if before is None and default.startswith("mixed_"):
             layer_dtypes.give_policy(layer, "float32")
-        set_by_hand.set(layer, None)
-        layers_before.set(layer, None)
+        model_roles.assign(layer, None)
     return chosen
 
 
 def _is_chosen(layer: Any, default: str) -> bool:
-    """Whether a user chose a layer's dtype, as far as can be inferred."""
-    if set_by_hand.get(layer):
+    """Whether a user chose a layer's dtype; a Functional or Sequential computes nothing itself."""
+    if set_by_hand(layer):
         return True
-    if is_graph(layer):
-        return False  # it computes nothing itself
-    before, record = layers_before.get(layer), layer_dtypes.managed_layers.get(layer)
-    name = layer_dtypes.float_policy(layer)
-    if record is not None and record.raised:
-        return name != "float32"
+    return not is_graph(layer) and decider_of(layer, default) == "user"
+
+
+def _restore(layer: Any, before: Before | None) -> None:
+    """Removes what a policy or a level changed about a layer, but its policy without a level."""
+    unwrap_methods(layer)
     if before is not None:
-        return name != before.given
-    if record is not None:
-        return name != record.policy_name
-    if name == "float32" and default.startswith("mixed_"):
-        # In a model read from a file, BatchNormalization is float32 by default.
-        return not Policy(default).keeps_float32(type(layer))
-    return name != default
+        layer.autocast = before.autocast
+        layer_dtypes.give_policy(layer, before.policy)
+    elif model_calls.uncast_inputs.get(layer) or isinstance(layer, keras.layers.BatchNormalization):
+        layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
+
+
+def _by_hand(layer: Any, before: Before | None) -> Assignment:
+    """The assignment of a layer whose dtype a user chose."""
+    given = layer_dtypes.float_policy(layer) or layer_dtypes.policy_of(layer).name
+    return Assignment(given, "user", before=before)
 
 
 def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:
@@ -321,15 +311,14 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for functional, owner in functionals_of(model):
         correct_symbolic_dtypes_of(functional)
         model_calls.manage_functional(functional, owner)
-    layer_dtypes.models_below_become_parts(model)
+    model_roles.models_below_become_parts(model)
 
 
 def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
-    given = "float32" if keeps else policy.name
-    layers_before.set(layer, Before(layer_dtypes.policy_of(layer), layer.autocast, given))
+    before = Before(layer_dtypes.policy_of(layer), layer.autocast)
     if not keeps:
         layer_dtypes.give_policy(layer, policy.name)
-    model_calls.manage(layer, policy)
+    model_calls.manage(layer, policy, "level", before)
     if layer.built:
         return
 
@@ -408,7 +397,7 @@ def set_layer_dtype(
             model_calls.protect_values(layer)
         correct_symbolic_dtypes(model_or_layer)
         for layer in targets:
-            layer_dtypes.retype_followers(layer)
+            model_roles.retype_followers(layer)
         undo.pop_all()
     drop_traced_functions(model_or_layer)
     return tuple(path_of(layer) for layer in chosen)
@@ -440,15 +429,14 @@ def _policy_name(layer: Any, dtype: str) -> str:
 
 
 def _set(layer: Any, dtype: str) -> None:
-    before, record = layers_before.get(layer), layer_dtypes.managed_layers.get(layer)
-    if record is not None and isinstance(layer, keras.layers.BatchNormalization):
+    before = before_level(layer)
+    if managed_by(layer) is not None and isinstance(layer, keras.layers.BatchNormalization):
         # Back to Keras's own arithmetic, in the requested dtype.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
-    layer_dtypes.managed_layers.set(layer, None)
     layer_dtypes.give_policy(layer, _policy_name(layer, dtype))
     model_calls.guard_kernels(layer)
-    set_by_hand.set(layer, True)
+    model_roles.assign(layer, _by_hand(layer, before))
     for node in keras_hooks.inbound_nodes(layer):
         for tensor in node.outputs:
             if tensor.dtype in (*LOW_PRECISION, "float32"):

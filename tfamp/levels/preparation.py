@@ -28,8 +28,10 @@ from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph, xla_works
-from tfamp.layers import layer_dtypes
+from tfamp.layers import layer_dtypes, model_roles
+from tfamp.layers.assignment import Assignment, Before, assignments
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
+from tfamp.layers.records import WeakMap
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
 from tfamp.levels.layer_policies import computing_layers_of, select
@@ -70,7 +72,7 @@ class _Record:
     rewrite: Callable[..., Any] | None
 
 
-_prepared: layer_dtypes.WeakMap[_Record] = layer_dtypes.WeakMap()
+_prepared: WeakMap[_Record] = WeakMap()
 
 
 class _Pair(NamedTuple):
@@ -385,11 +387,8 @@ def _level_on_copy(
             made_chosen = {id(new) for old, new in pairs if id(old) in chosen}
             rewrite = _put_level_on(made, level, made_kept, made_chosen)
         for old, new in pairs:
-            layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
-            if level.low_weights and not isinstance(new, keras.layers.InputLayer):
-                own = base.get(id(old), old.dtype_policy)  # the latter for appended casts
-                before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
-                layer_policies.layers_before.set(new, before)
+            own = base.get(id(old), old.dtype_policy)  # the latter for appended casts
+            _assign_as(old, new, Before(own, new.autocast) if level.low_weights else None)
         made_optimizer = None
         if optimizer is not None:
             made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
@@ -420,24 +419,40 @@ def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen:
         layers = [x for x in layers if layer_dtypes.is_plain(x.dtype_policy) and id(x) not in left]
     elif level.low_weights:
         for held in layer_policies.models_held_by_models(model):
-            layer_dtypes.become_part(held)  # its weights become low, like its holder's
+            model_roles.become_part(held)  # its weights become low, like its holder's
         layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
     for layer in layers:
         layer_dtypes.give_policy(layer, level.dtype)
+
+
+def _assign_as(old: Any, new: Any, before: Before | None) -> None:
+    """Gives a layer of a copy the assignment of the layer that it was made from.
+
+    `before` is for a level that stores weights in another dtype.
+    """
+    source = assignments.get(old)
+    is_by_user = source is not None and source.by == "user"
+    if isinstance(new, keras.layers.InputLayer) or (before is None and not is_by_user):
+        return
+    given = layer_dtypes.float_policy(new) or new.dtype_policy.name
+    role = "hidden" if source is None else source.role
+    made = assignments.get(new) or Assignment(given, "level", role)
+    by = "user" if is_by_user else made.by
+    assignments.set(new, dataclasses.replace(made, by=by, before=before or made.before))
 
 
 def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
     """Gives a copy with low weights the kernels and outputs of the O2 model it was made from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:
-        record = layer_dtypes.managed_layers.get(old)
-        if record is not None and record.follows_input and not record.raised:
-            manage(new, policy)
+        assignment = assignments.get(old)
+        if assignment is not None and assignment.role == "statistics":
+            manage(new, policy, "level")
     for held in layer_policies.models_held_by_models(made):
         cast_outermost(held)
     layer_policies.correct_symbolic_dtypes(made)
     if not layer_policies.is_graph(made):
-        manage(made, policy)  # its outermost call returns float32
+        manage(made, policy, "level")  # its outermost call returns float32
 
 
 # ---- The steps of a model at level O1 ------------------------------------------------------------

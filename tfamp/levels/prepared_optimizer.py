@@ -18,7 +18,7 @@ from tfamp.core.foreign import described
 from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import level_of_user, wrap_method
-from tfamp.layers.layer_dtypes import WeakMap
+from tfamp.layers.records import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, continue_from

@@ -1,0 +1,508 @@
+"""The roles of managed layers in models: which ones make float32 outputs, and how.
+
+A layer whose dtype came from a mixed policy is *managed*. The layers of a Functional (a Sequential
+has one inside) have roles:
+
+- Managed layers that make its outputs are *raised* to float32. If one cannot be raised, a linear
+  Activation of dtype float32, the *cast*, is appended to the model instead.
+- A layer that becomes an interior layer of another model gets its mixed policy back, and a model
+  that thereby lost its float32 output gets the cast.
+- A model that becomes part of another one has no outputs any more: its output layers get their
+  policy back, and its casts are removed.
+
+An example, under mixed_float16. `base = Model(x, head(body(x)))` has the hidden layer `body`,
+float16, and the output layer `head`, raised to float32. `Model(x, top(head.output))` makes `head`
+an interior layer: it is float16 again, `top` is raised, and `base` now ends with the cast. Called
+as a layer, in `Model(z, last(base(z)))`, `base` loses the cast too: its output is float16, and
+`last` makes the float32 one.
+
+`model_calls` does the same while a model runs, for subclassed models and models called by other
+layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.interop import keras_hooks
+from tfamp.interop.patching import wrap_method
+from tfamp.layers.assignment import Assignment, assigned, assignments, managed_by
+from tfamp.layers.layer_dtypes import (
+    float_policy,
+    give_policy,
+    in_float32,
+    is_built_in,
+    policy_with,
+)
+from tfamp.layers.records import WeakMap
+
+# An ordered set of models; they may be deleted before the layers that it belongs to.
+Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
+# Models are built by many threads, and a layer may be part of models of several.
+_lock = threading.RLock()
+
+
+@dataclass(eq=False)
+class Places:
+    """The Functionals that a managed layer is part of.
+
+    Attributes:
+        output_of: Functionals it is an output layer of.
+        interior_of: Functionals it is an interior layer of.
+        raised: The layer and its sublayers with the same policy, while they are raised.
+    """
+
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    raised: list[Any] = field(default_factory=list)
+
+
+_places: WeakMap[Places] = WeakMap()
+
+
+def places_of(layer: Any) -> Places:
+    """The places of a managed layer in models."""
+    found = _places.get(layer)
+    if found is None:
+        found = Places()
+        _places.set(layer, found)
+    return found
+
+
+def assign(layer: Any, assignment: Assignment | None) -> None:
+    """Gives a layer an assignment, or none, and with it no place in a model yet."""
+    assignments.set(layer, assignment)
+    _places.set(layer, None)
+
+
+def leave_to_holder(layer: Any) -> None:
+    """Ends the managing of a layer that is float32 as a part of another layer."""
+    assignment = assignments.get(layer)
+    exact = None
+    if assignment is not None and assignment.before is not None:
+        exact = dataclasses.replace(assignment, given="float32", role="exact", policy=None)
+    assign(layer, exact)
+
+
+@dataclass(eq=False)
+class ModelGraph:
+    """A Functional with managed layers, and its roles.
+
+    Attributes:
+        functional: The Functional.
+        owner: The Sequential that it is inside of, if any.
+        output_of: Functionals in which this model makes an output.
+        nested: Whether it is part of another model, so that its outputs are low.
+        casts: Indexes of its outputs that an appended cast makes.
+        inner: `id`s of the layers and ops whose low outputs both such a cast and others consume.
+    """
+
+    functional: Any
+    owner: Callable[[], Any] = lambda: None
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    nested: bool = False
+    casts: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
+
+
+graphs: WeakMap[ModelGraph] = WeakMap()
+# The last Functional that a Sequential has built.
+_insides: WeakMap[weakref.ref[Any]] = WeakMap()
+
+
+def graph_of(layer: Any) -> ModelGraph | None:
+    """The record of a Functional, or of the one inside a built Sequential."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
+
+
+def settle(functional: Any, owner: Any = None) -> bool:
+    """Gives every layer of a new Functional the dtype of its role; returns whether it did.
+
+    `owner` is the Sequential that it is inside of, if known.
+    """
+    layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
+    with _lock:
+        graph = graphs.get(functional)
+        is_new = graph is None and any(managed_by(op) or graph_of(op) for op in layers)
+        if is_new:
+            graph = ModelGraph(functional)
+            graphs.set(functional, graph)
+            _give_roles(graph, layers)
+        if graph is not None and owner is not None:
+            graph.owner = weakref.ref(owner)
+            _insides.set(owner, weakref.ref(functional))
+    return is_new
+
+
+def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
+    for layer in layers:
+        models_below_become_parts(layer)
+    makers = _output_makers(graph)
+    for layer in layers:
+        if not any(layer is maker for maker in makers):
+            _becomes_interior(layer, graph.functional)
+    for layer in makers:
+        _becomes_output(layer, graph.functional)
+    _cast_low_outputs(graph)
+
+
+def forget_dropped(sequential: Any) -> None:
+    """Ends the roles in a Sequential's last Functional, if it has been replaced.
+
+    A layer that stops being an output layer gets its policy back.
+    """
+    last = _insides.get(sequential)
+    functional = None if last is None else last()
+    if functional is None or functional is keras_hooks.functional_of(sequential):
+        return
+    _insides.set(sequential, None)
+    with _lock:
+        graphs.set(functional, None)
+        for layer in functional.operations:
+            graph = graph_of(layer)
+            if graph is not None:
+                graph.output_of.pop(functional, None)
+            if managed_by(layer) is not None:
+                places = places_of(layer)
+                places.interior_of.pop(functional, None)
+                places.output_of.pop(functional, None)
+                if not places.output_of:
+                    _unraise(layer)
+
+
+def become_part(model: Any) -> None:
+    """Makes a Functional or Sequential part of another model: its outputs become low."""
+    with _lock:
+        graph = graph_of(model)
+        if graph is None or graph.nested:
+            return
+        graph.nested = True
+        makers = _output_makers(graph)
+        _take_casts_away(graph)
+        graph.casts.clear()
+        graph.inner.clear()
+        for layer in makers:
+            _becomes_interior(layer, graph.functional)
+        _update_outer(graph)
+
+
+def wants_float32(layer: Any) -> bool:
+    """Whether a layer's output should be float32 if it is a model's output.
+
+    True for managed layers, and for models with an output made by one. False if the user gave the
+    dtype, also by setting `layer.dtype_policy` later.
+    """
+    graph = graph_of(layer)
+    if graph is not None:
+        return any(map(wants_float32, _output_makers(graph)))
+    assignment = assignments.get(layer)
+    if assignment is None or assignment.policy is None or not assignment.policy.float32_outputs:
+        return False
+    return float_policy(layer) == assignment.given
+
+
+def dissolve(functional: Any) -> None:
+    """Removes a Functional from the registry, and the casts appended to it.
+
+    Its layers keep their dtypes.
+    """
+    with _lock:
+        graph = graphs.get(functional)
+        if graph is not None:
+            _take_casts_away(graph)
+            graphs.set(functional, None)
+
+
+def _take_casts_away(graph: ModelGraph) -> None:
+    if graph.casts:
+        keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
+
+
+def models_below_become_parts(layer: Any) -> None:
+    """Makes models inside a layer, like TimeDistributed(model), its parts before its first call.
+
+    A subclassed model may train the models that it holds, so they are not made its parts.
+    """
+    if graph_of(layer) is None:
+        for sub in keras_hooks.sublayers(layer):
+            if not isinstance(layer, keras.Model):
+                become_part(sub)
+            models_below_become_parts(sub)
+
+
+def is_subclassed_model(layer: Any) -> bool:
+    """Whether a layer is a model whose own code calls its layers."""
+    graph = keras.Sequential | keras_hooks.functional_class()
+    return isinstance(layer, keras.Model) and not isinstance(layer, graph)
+
+
+def float32_made_of_low(model: Any) -> list[bool]:
+    """Returns for each output of a Functional or Sequential if its policy made it float32."""
+    graph = graph_of(model)
+    if graph is None or graph.nested:
+        return []
+    outputs = zip(keras_hooks.outputs_of(graph.functional), _uncast_outputs(graph), strict=True)
+    return [
+        output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
+        for output, before in outputs
+    ]
+
+
+def _becomes_interior(layer: Any, functional: Any) -> None:
+    if graph_of(layer) is not None:
+        become_part(layer)
+        return
+    if managed_by(layer) is not None:
+        places_of(layer).interior_of[functional] = None
+        _unraise(layer)
+
+
+def _becomes_output(layer: Any, functional: Any) -> None:
+    graph = graph_of(layer)
+    if graph is not None:
+        graph.output_of[functional] = None
+        return
+    if not wants_float32(layer):
+        return
+    places = places_of(layer)
+    places.output_of[functional] = None
+    # Raising an interior layer would slow down the other model: this one gets a cast.
+    if not places.raised and not places.interior_of and can_be_raised(layer):
+        _raise(layer)
+
+
+def can_be_raised(layer: Any) -> bool:
+    """Whether float32 for a layer and its sublayers changes only its own arithmetic.
+
+    A user's layer with sublayers may hold a whole network, like a model.
+    """
+    if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
+        return False
+    inner = keras_hooks.sublayers(layer)
+    return not inner or (is_built_in(layer) and all(can_be_raised(sub) for sub in inner))
+
+
+def _raise(layer: Any) -> None:
+    """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
+    assignment, places = assignments.get(layer), places_of(layer)
+    if assignment is None:
+        return
+    places.raised = list(_carrying(layer, assignment.given))
+    for part in places.raised:
+        give_policy(part, "float32")
+    raised = dataclasses.replace(assignment, given="float32", role="output")
+    assignments.set(layer, raised)
+    try:
+        _retype(layer)
+    except (TypeError, ValueError, tf.errors.OpError):
+        # The user's code needs the low dtype.
+        _lower(layer)
+
+
+def _unraise(layer: Any) -> None:
+    """Restores a raised layer's mixed policy; models whose outputs it makes get a cast.
+
+    A layer quantized to int8 meanwhile stays float32 if that policy is float16.
+    """
+    if places_of(layer).raised:
+        _lower(layer)
+        _retype(layer)
+        _cast_and_update(places_of(layer))
+
+
+def _lower(layer: Any) -> None:
+    """Gives a raised layer and its sublayers the policy back that they had before."""
+    raised, places = assignments.get(layer), places_of(layer)
+    if raised is None or raised.policy is None:
+        return
+    lowered = assigned(type(layer), raised.policy, raised.by, fused=True)
+    for part in places.raised:
+        give_policy(part, lowered.given)
+    places.raised = []
+    assignments.set(layer, dataclasses.replace(lowered, before=raised.before))
+
+
+def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
+    """Yields the layer and its sublayers that have the policy."""
+    if float_policy(layer) == policy_name:
+        yield layer
+    for sub in keras_hooks.sublayers(layer):
+        yield from _carrying(sub, policy_name)
+
+
+def output_makers(tensors: list[Any]) -> list[Any]:
+    """Returns the layers that make symbolic float tensors, looking through ops except Casts.
+
+    The user chose the dtype of a Cast.
+    """
+    found: dict[int, Any] = {}
+    pending, seen = list(tensors), set()
+    while pending:
+        tensor = pending.pop(0)
+        if id(tensor) in seen or tensor.dtype not in FLOAT_DTYPES:
+            continue
+        seen.add(id(tensor))
+        operation, node = keras_hooks.producer(tensor)
+        if isinstance(operation, keras.Layer):
+            found[id(operation)] = operation
+        elif operation is not None and type(operation).__name__ != "Cast":
+            pending.extend(node.input_tensors)
+    return list(found.values())
+
+
+def _output_makers(graph: ModelGraph) -> list[Any]:
+    return output_makers(_uncast_outputs(graph))
+
+
+def _uncast_outputs(graph: ModelGraph) -> list[Any]:
+    """Returns a model's outputs without the appended casts."""
+    outputs = keras_hooks.outputs_of(graph.functional)
+    for i in graph.casts:
+        outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
+    return outputs
+
+
+def _cast_low_outputs(graph: ModelGraph) -> None:
+    """Appends a cast to every low output of a model that should be float32."""
+    if graph.nested:
+        return
+    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
+    for i, tensor in enumerate(outputs):
+        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
+            if id(tensor) not in casts:
+                casts[id(tensor)] = _cast(tensor)
+            outputs[i] = casts[id(tensor)]
+            graph.casts.add(i)
+    if casts:
+        keras_hooks.set_outputs(graph.functional, outputs)
+        graph.inner = _inner_operations(graph)
+        _update_outer(graph)
+
+
+def _inner_operations(graph: ModelGraph) -> set[int]:
+    """The `id`s of producers of outputs that are cast and that other layers or ops consume."""
+    casts = set(map(id, appended_casts(graph.functional)))
+    ops = [op for op in graph.functional.operations if id(op) not in casts]
+    nodes = [node for op in ops for node in keras_hooks.inbound_nodes(op)]
+    taken = {id(x) for node in nodes for x in node.input_tensors}
+    outputs = _uncast_outputs(graph)
+    found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
+    return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
+
+
+def _cast(tensor: Any) -> Any:
+    # Not keras.ops.cast: an op drops the mask, and the loss would include padding. Not Identity:
+    # its output spec has the input's dtype.
+    layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
+    # Layer.__call__ would cast too, but drop a softmax's logits, which the loss is computed from.
+    wrap_method(layer, "call", lambda original, x: original(in_float32(x)))
+    # Unique, as Keras's own name is, and in a summary it shows what it belongs to.
+    layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
+    return layer(tensor)
+
+
+def _retype(layer: Any) -> None:
+    """Corrects the dtypes of a layer's symbolic outputs, in every model it is part of."""
+    nodes = keras_hooks.inbound_nodes(layer)
+    # All specs before any change: a user's code may fail in the new dtype.
+    for spec, node in [(_spec_now(node), node) for node in nodes]:
+        _copy_dtypes(spec, node.outputs)
+    retype_followers(layer)
+
+
+def retype_followers(operation: Any) -> None:
+    """Corrects the symbolic outputs of the ops after a layer, up to the next layers.
+
+    Most layers cast their inputs, so their outputs do not change.
+    """
+    pending = [operation]
+    while pending:
+        for node in keras_hooks.outbound_nodes(pending.pop(0)):
+            follower = node.operation
+            if isinstance(follower, keras.Layer) and not follows_input(follower):
+                continue
+            if respecify(node):
+                pending.append(follower)
+                if managed_by(follower) is not None:
+                    _cast_and_update(places_of(follower))
+
+
+def follows_input(layer: Any) -> bool:
+    """Whether a layer is a managed BatchNormalization that its policy keeps in float32.
+
+    While it is not raised, its output has the dtype of its input.
+    """
+    policy = managed_by(layer)
+    return policy is not None and policy.keeps_float32(type(layer))
+
+
+def _cast_and_update(places: Places | ModelGraph) -> None:
+    """Appends casts to the models whose outputs a layer or model has made low."""
+    for graph in map(graphs.get, list(places.output_of)):
+        if graph is not None:
+            _cast_low_outputs(graph)
+            _update_outer(graph)
+
+
+def _update_outer(graph: ModelGraph) -> None:
+    """Propagates changed output dtypes of a model to the models it is called in."""
+    owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
+    model = graph.functional if owner is None else owner
+    # A list, as any() of a generator would stop at the first: every call has to be corrected.
+    changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
+    if any(changed):
+        retype_followers(model)
+        _cast_and_update(graph)
+
+
+def appended_casts(model: Any) -> list[Any]:
+    """Returns the casts appended to a Functional or Sequential."""
+    graph = graph_of(model)
+    if graph is None:
+        return []
+    outputs = keras_hooks.outputs_of(graph.functional)
+    # A cast may make several outputs.
+    return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
+
+
+def _spec_now(node: Any) -> list[Any]:
+    """Returns the output specs of a call as they would be now, with its inputs cast."""
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    operation, reads = node.operation, None
+    if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
+        as_called = functools.partial(_as_called, operation)
+        args, kwargs = keras.tree.map_structure(as_called, (args, kwargs))
+        if operation.autocast and operation.compute_dtype in LOW_PRECISION:
+            reads = operation.compute_dtype
+    with keras_hooks.reading_variables_in(reads):
+        return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
+
+
+def _as_called(layer: Any, value: Any) -> Any:
+    castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
+    if not castable or not layer.autocast or value.dtype == layer.input_dtype:
+        return value
+    return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
+
+
+def respecify(node: Any) -> bool:
+    """Corrects the output dtypes of one symbolic call; returns whether any changed."""
+    return _copy_dtypes(_spec_now(node), node.outputs)
+
+
+def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
+    different = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype != t.dtype]
+    for source, target in different:
+        keras_hooks.set_symbolic_dtype(target, source.dtype)
+    return bool(different)
