@@ -394,18 +394,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             self.scaling_warnings.before_step(grads, variables)
         if self.rule == FixedLossScale(1.0):
             unscaled = True
-        gradients, finite = self._checked(grads, variables, unscaled)
-        skips = self.rule.skip_nonfinite
-        weights, record = self.stored_weights, self._record_step
-        apply_if_finite(weights, gradients, finite, skips=skips, record=record)
-        skipped_steps.note_step(self)
-
-    def _checked(
-        self, grads: list[Any], variables: list[Any], unscaled: bool | None
-    ) -> tuple[Gradients, Any]:
-        """Sums, checks and clips gradients; returns them and whether all are finite."""
-        record, targets = self.gradient_record, self.stored_weights.targets(variables)
-        scaled = record.take(grads, targets, unscaled)
+        record, weights = self.gradient_record, self.stored_weights
+        scaled = record.take(grads, weights.targets(variables), unscaled)
         float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
             scaled, record.finite_before(scaled.divisor), self.grad_clip, float16_at
@@ -414,7 +404,9 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             observe(grads, variables, scaled.divisor, finite)
         if self._norm is not None:
             self._norm.assign(norm)
-        return gradients, finite
+        skips = self.rule.skip_nonfinite
+        apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
+        skipped_steps.note_step(self)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Some releases of Keras fail while they format this message.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import keras
@@ -25,7 +24,7 @@ import tensorflow as tf
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
-from tfamp.training.gradients import Gradients, dtype_name, is_next_value, several_replicas
+from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
 # Settings that no rule supports.
@@ -60,34 +59,23 @@ def fused_update(
     copies = not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS)
     if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
         return gradients
-    # Warns about gradients that are None, as the optimizer does.
-    given = gradients.values, gradients.variables
-    values, variables = keras_hooks.without_missing(optimizer, *given)
-    gradients = replace(gradients, values=values, variables=variables, checked=None)
+    gradients = gradients.without_missing(optimizer)
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
-        if not (all(fits) or any(map(_is_low, variables))):
+        if not (all(fits) or any(map(_is_low, gradients.variables))):
             return gradients  # The norm may be global.
         # Keras clips the rest a second time, without effect. It clips on each replica, then sums.
-        gradients = gradients.unscaled()
-        gradients = replace(gradients, values=keras_hooks.clipped(optimizer, gradients.values))
-    own = _chosen(gradients, fits, True)
-    if several_replicas() and not own.summed:
-        own = own.summed_over_replicas()
-    if own.values:
-        _update_in_one_pass(optimizer, rule, own, chance)
-    if not all(fits):
-        return _chosen(gradients, fits, False)
+        gradients = gradients.clipped_by(optimizer)
+    fused, others = gradients.split(fits)
+    if fused.values:
+        _update_in_one_pass(optimizer, rule, fused.summed_over_replicas(), chance)
+    if others.values:
+        return others
     iterations = native(optimizer._iterations)
     # In the replica's own copy, like every other assignment here.
     one = tf.constant(1, iterations.dtype)
     tf.raw_ops.AssignAddVariableOp(resource=iterations.handle, value=one)
     return None
-
-
-def _chosen(gradients: Gradients, choice: Sequence[bool], chosen: bool) -> Gradients:
-    pairs = [pair for pair, each in zip(gradients.pairs(), choice, strict=True) if each is chosen]
-    return replace(gradients, values=[g for g, _ in pairs], variables=[v for _, v in pairs])
 
 
 def _fits(rule: _Rule, gradient: Any, variable: Any) -> bool:

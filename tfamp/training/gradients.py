@@ -19,6 +19,7 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.core.options import GradClip
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import held_dtype, is_compiled_by_xla, written_handles
 
@@ -80,8 +81,34 @@ class Gradients:
         """Whether all are finite on every replica, and `before` holds there."""
         return on_every_replica(ops.logical_and(self.all_finite(), before))
 
+    def without_missing(self, optimizer: Any) -> Gradients:
+        """The gradients that are not None; warns about the others as an optimizer does."""
+        found = keras_hooks.without_missing(optimizer, self.values, self.variables)
+        return replace(self, values=found[0], variables=found[1], checked=None)
+
+    def clipped_by(self, optimizer: Any) -> Gradients:
+        """The unscaled gradients, clipped by the clipping options of a Keras optimizer."""
+        unscaled = self.unscaled()
+        return replace(unscaled, values=keras_hooks.clipped(optimizer, unscaled.values))
+
+    def split(self, chosen: Sequence[bool]) -> tuple[Gradients, Gradients]:
+        """The chosen gradients, and the others."""
+        first, second = (
+            [pair for pair, each in zip(self.pairs(), chosen, strict=True) if each is choice]
+            for choice in (True, False)
+        )
+        return self._of_pairs(first), self._of_pairs(second)
+
+    def _of_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> Gradients:
+        return replace(self, values=[g for g, _ in pairs], variables=[v for _, v in pairs])
+
     def summed_over_replicas(self) -> Gradients:
-        """The sums of the unscaled gradients over the replicas, in float32 or wider."""
+        """The sums of the unscaled gradients over the replicas, in float32 or wider.
+
+        Of one replica, and if they are sums already, the gradients as they are.
+        """
+        if self.summed or not several_replicas():
+            return self
         unscaled = self.unscaled()
         return replace(unscaled, values=_all_reduced(unscaled.pairs()), checked=None, summed=True)
 
@@ -133,7 +160,7 @@ def summed_checked_clipped(
     """
     if several_replicas() and float16_at is not None:
         gradients = gradients.summed_in_float16(float16_at)
-    elif several_replicas() and clip is not None:
+    elif clip is not None:
         gradients = gradients.summed_over_replicas()
     finite = gradients.all_finite_everywhere(finite)
     if clip is None:
