@@ -12,16 +12,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def open_page(path: Path, profile: Path, address: str = "", *options: str) -> tuple[str, str]:
-    """Opens a page and runs its scripts; skips the test where there is no Chromium.
+    """Opens a page; skips the test where there is no Chromium.
 
     Args:
         path: The page.
         profile: A folder for the browser's own files.
-        address: What follows the path in the address: "#select=node".
+        address: What follows the path in the address: "#n12".
         options: More options of Chromium.
 
     Returns:
-        The document as the scripts left it, and what the page wrote to the console.
+        The document as the browser has it, and what the page wrote to the console.
     """
     if CHROMIUM is None:
         pytest.skip("no Chromium here")

@@ -397,9 +397,10 @@ class RewritePlan:
     def to_html(self) -> str:
         """Returns the plan as a self-contained HTML page.
 
-        It has tables of all nodes, Casts and rules, to filter and sort, and the details of the
-        selected one. Write it to a file and open that in a browser. Equal plans give equal text.
-        `to_model_explorer` draws the graph.
+        It has the totals, a table of the rules, one of the Casts with the largest first, and the
+        nodes by function and rule, with links between nodes and Casts. It needs no script and no
+        network: write it to a file and open that in a browser, whose search finds names. Equal
+        plans give equal text. `to_model_explorer` draws the graph.
 
         Returns:
             The document. In its element with the id "plan" is the JSON of `to_json`.
