@@ -25,7 +25,7 @@ Role: TypeAlias = Literal["hidden", "output", "statistics", "exact", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a layer had before a level: its Keras policy, and whether Keras casts its inputs."""
+    """State of a layer before a level: its Keras policy, and whether Keras casts its inputs."""
 
     policy: Any
     autocast: bool
@@ -33,7 +33,7 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a layer computes in, who decided that, and in which role.
+    """The dtype a layer computes in, who decided that, and its role.
 
     Attributes:
         given: Name of the float policy that the layer got. If it has another one now, a user has

@@ -24,7 +24,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
-from tfamp.layers.assignment import Before, Decider, assigned, managed_by
+from tfamp.layers.assignment import Assignment, Before, Decider, assigned, managed_by
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.model_roles import graph_of
 from tfamp.layers.records import WeakMap
@@ -268,24 +268,30 @@ def _holds(layer: Any, applies: Callable[[Any], bool]) -> bool:
     return any(applies(each) or _holds(each, applies) for each in inside)
 
 
-def manage(layer: Any, policy: Policy, by: Decider, before: Before | None = None) -> None:
-    """Gives a layer the assignment of a mixed policy, and the methods that this needs.
+def assignment_under(
+    layer: Any, policy: Policy, by: Decider, before: Before | None = None
+) -> Assignment:
+    """Returns the assignment of a mixed policy to a layer; changes nothing."""
+    is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+    made = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
+    # Of a Functional or Sequential the layers in it compute and are managed.
+    return dataclasses.replace(made, before=before, policy=None if is_graph else made.policy)
 
-    The layer is new or already has the dtype that the policy gives it; `before` is for a level. A
-    model itself keeps the mixed policy: `compile` scales the loss of models that have it.
+
+def manage(layer: Any, policy: Policy, assignment: Assignment) -> None:
+    """Stores the assignment of a layer under a policy, and wraps the methods that this needs.
+
+    The layer is new or already has the dtype that is assigned. A model itself keeps the mixed
+    policy: `compile` scales the loss of models that have it.
     """
     if isinstance(layer, keras.layers.InputLayer):
         return  # its dtype is the dtype of the fed data
-    is_fused = fused_norms.can_fuse(type(layer))
-    assignment = assigned(type(layer), policy, by, fused=is_fused)
+    if assignment.before is not None or assignment.policy is not None:
+        model_roles.assign(layer, assignment)
     is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
-    if is_graph and not is_fused:  # The layers in it compute, and have roles.
-        assignment = dataclasses.replace(assignment, policy=None)
-    if before is not None or assignment.policy is not None:
-        model_roles.assign(layer, dataclasses.replace(assignment, before=before))
-    if is_fused:
+    if fused_norms.can_fuse(type(layer)):
         fused_norms.fuse(layer, policy.compute_dtype)
-    elif policy.keeps_float32(type(layer)):
+    elif assignment.given == "float32":
         _keep_sublayers_float32(layer, policy)
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:

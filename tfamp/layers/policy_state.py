@@ -266,7 +266,8 @@ def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)
         if given is None:
-            model_calls.manage(layer, policy, "policy")
+            assignment = model_calls.assignment_under(layer, policy, "policy")
+            model_calls.manage(layer, policy, assignment)
 
 
 def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:

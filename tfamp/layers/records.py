@@ -1,4 +1,4 @@
-"""What tfamp stores about a layer, model or optimizer: a record on the object itself.
+"""Records of what tfamp knows about a layer, model or optimizer, stored on the object itself.
 
 So a record lives as long as its object, and Keras neither tracks nor saves it.
 """

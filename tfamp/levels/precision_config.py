@@ -1,6 +1,6 @@
-"""`PrecisionConfig`, the arguments of `prepare` as one value, and the level they mean on a machine.
+"""`PrecisionConfig`: the arguments of `prepare` as one value. Framework-free.
 
-Framework-free; only reading a file has effects. `preparation` applies the level.
+Only reading a file has effects. `effective_level` says what it means on a machine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tfamp.core import options
-from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
+from tfamp.core.dtypes import given_low_dtype
 from tfamp.core.options import GradClip, LossScale
-from tfamp.machine import hardware
-from tfamp.machine.hardware import Hardware
-from tfamp.policy import Policy
 
 # How each level works.
 LEVELS = {
@@ -110,7 +107,7 @@ class PrecisionConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.level != "auto":
-            _check_level(self, self.level, f"level {self.level!r}")
+            check_level(self, self.level, f"level {self.level!r}")
         options.resolve_weight_rounding(self.weight_rounding, self.slots, self.master_weights)
 
     @classmethod
@@ -227,7 +224,7 @@ def _toml_module(path: Path) -> Any:
     )
 
 
-def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
+def check_level(config: PrecisionConfig, level: str, subject: str) -> None:
     """Raises where a level, named `subject` in the message, contradicts another argument."""
     if config.dtype == "float32" and level != "O0":
         raise ValueError(
@@ -279,127 +276,3 @@ def _as_tuple(kept: Any) -> tuple[Any, ...]:
     """Returns the values of `keep_float32`, or the single one, as a tuple."""
     is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
     return (kept,) if is_single else tuple(kept)
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveLevel:
-    """A configuration with every choice made.
-
-    Attributes:
-        level: "O0", "O1", "O2" or "O3".
-        dtype: The low dtype; "float32" at level O0.
-        loss_scale: The rule, None for no loss scale.
-        master_weights: Whether low weights have float32 copies in the optimizer.
-        config: The configuration as given.
-        reasons: A sentence for each automatic choice.
-        warning: A warning for the user, or None.
-    """
-
-    level: str
-    dtype: str
-    loss_scale: LossScale | None
-    master_weights: bool
-    config: PrecisionConfig
-    reasons: tuple[str, ...]
-    warning: str | None
-
-    @property
-    def low_weights(self) -> bool:
-        """Whether the weights are stored in the low dtype."""
-        is_rounded = self.config.weight_rounding is not None
-        return self.level == "O3" or self.master_weights or is_rounded
-
-    @property
-    def optimizer_rule(self) -> LossScale | None:
-        """The rule of the optimizer's wrapper; None where the optimizer needs none.
-
-        Clipping, masters and rounding need one too; a fixed scale of 1 changes no gradient.
-        """
-        clips = self.config.grad_clip is not None
-        rounds = self.config.weight_rounding is not None
-        if self.loss_scale is None and (clips or self.master_weights or rounds):
-            return options.FixedLossScale(1.0)
-        return self.loss_scale
-
-
-def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
-    """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
-
-    A ValueError names arguments that contradict the level.
-
-    Example:
-        >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
-        >>> found = effective_level(PrecisionConfig(level="auto"), cpu)
-        >>> found.level, found.dtype, found.loss_scale
-        ('O1', 'bfloat16', FixedLossScale(scale=1.0, skip_nonfinite=True))
-    """
-    reasons: list[str] = []
-    level = config.level
-    if level == "auto":
-        level, reason = _automatic_level(config.dtype, machine)
-        reasons.append(f"level: auto is {level}: {reason}.")
-        _check_level(config, level, f"level 'auto' is {level} here ({reason}), which")
-    dtype, warning = "float32", None
-    if level != "O0":
-        dtype, warning = _dtype(config.dtype, machine, reasons)
-    if config.weight_rounding == "split" and dtype != "bfloat16":
-        raise ValueError(
-            f"weight_rounding='split' goes with bfloat16, and the dtype here is {dtype}: give "
-            "dtype='bfloat16', or weight_rounding='stochastic'."
-        )
-    return EffectiveLevel(
-        level=level,
-        dtype=dtype,
-        loss_scale=_loss_scale(config.loss_scale, level, dtype, reasons),
-        master_weights=bool(config.master_weights),
-        config=config,
-        reasons=tuple(reasons),
-        warning=warning,
-    )
-
-
-def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
-    """Returns O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0; with the reason."""
-    policy, reason = hardware.automatic_policy(machine)
-    if dtype == "float32":
-        return "O0", "float32 was requested"
-    if policy == "float32":
-        return "O0", reason
-    if machine.gpus or machine.tpu:
-        return "O2", reason
-    if dtype == "float16":
-        return "O0", "float16 was requested, and this CPU multiplies only bfloat16 natively"
-    return "O1", reason
-
-
-def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
-    if given is not None:
-        return given, None
-    policy, reason = hardware.automatic_policy(machine)
-    automatic = Policy(policy).compute_dtype
-    if automatic in LOW_PRECISION:
-        reasons.append(f"dtype: {automatic}, as {reason}.")
-        return automatic, None
-    # bfloat16 has float32's range, so nothing can overflow.
-    fallback = "float16" if machine.gpus else "bfloat16"
-    reasons.append(f"dtype: {fallback}, though {reason}.")
-    return fallback, (
-        f"No low precision is fast here: {reason}. The model is prepared for {fallback} all the "
-        "same, which is emulated; level='auto' leaves it in float32, `tfamp doctor` explains."
-    )
-
-
-def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
-    if given is None:
-        # With a scale of 1 the optimizer only skips nonfinite steps.
-        given, why = "dynamic", f"the default of level {level} in {dtype}"
-        if level == "O0":
-            given, why = "none", "the default of level O0"
-        elif dtype == "bfloat16":
-            given, why = 1.0, "as bfloat16 has float32's range"
-        elif level == "O3":
-            given, why = 1.0, "the default of level O3"
-        reasons.append(f"loss scale: {given}, {why}.")
-    if isinstance(given, str):
-        return options.DynamicLossScale() if given == "dynamic" else None
-    return given if isinstance(given, LossScale) else options.FixedLossScale(given)

@@ -30,18 +30,14 @@ from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph, xla_works
 from tfamp.layers import layer_dtypes, model_roles
 from tfamp.layers.assignment import Assignment, Before, assignments
-from tfamp.layers.model_calls import cast_outermost, manage, protect_values
+from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
 from tfamp.layers.records import WeakMap
-from tfamp.levels import layer_policies, prepared_optimizer
-from tfamp.levels.effective_settings import PrecisionSettings, settings_of
-from tfamp.levels.layer_policies import computing_layers_of, select
+from tfamp.levels import level_assignments, model_structure, prepared_optimizer
+from tfamp.levels.effective_level import EffectiveLevel, effective_level
 from tfamp.levels.model_copy import copy_model, same_layers
-from tfamp.levels.precision_config import (
-    EffectiveLevel,
-    PrecisionConfig,
-    effective_level,
-    with_arguments,
-)
+from tfamp.levels.model_structure import computing_layers_of, select
+from tfamp.levels.precision_config import PrecisionConfig, with_arguments
+from tfamp.levels.precision_settings import PrecisionSettings, settings_of
 from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
@@ -274,15 +270,15 @@ def _stores_low(model: Any) -> bool:
     record = _prepared.get(model)
     if record is not None:
         return record.level.low_weights
-    return layer_policies.default_policy(model) in LOW_PRECISION
+    return level_assignments.default_policy(model) in LOW_PRECISION
 
 
 def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> None:
     """Applies a level to a model whose weights are float32."""
     with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        layer_policies.correct_symbolic_dtypes(model)
+        undo.callback(level_assignments.note_state(model))
+        chosen = level_assignments.take_back(model, keep_by_hand=level.level != "O0")
+        model_structure.correct_symbolic_dtypes(model)
         rewrite = _put_level_on(model, level, kept, chosen)
         undo.pop_all()
     _finish(model, level, kept, rewrite)
@@ -295,7 +291,7 @@ def _put_level_on(
         # Layers of these classes stay float32 if made later, too.
         classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
         policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
-        layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
+        level_assignments.apply_policy(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
     options = _step_options(level.dtype, _placement(model, level.config))
@@ -321,7 +317,7 @@ def _finish(
         for layer in layers_of(model):
             protect_values(layer)
     prepared_optimizer.wrap_compile(model, level)
-    layer_policies.drop_traced_functions(model)
+    model_structure.drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
     _prepared.set(model, _Record(level, names, rewrite))
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
@@ -351,7 +347,7 @@ def _level_on_copy(
             f"{model.name} has no weights yet that could be stored in another dtype. Build it "
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
-    names = layer_policies.quantized_names(layers_of(model))
+    names = model_structure.quantized_names(layers_of(model))
     if names:  # A copy cannot get their integers, nor their calibration.
         raise ValueError(
             f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores its "
@@ -360,10 +356,10 @@ def _level_on_copy(
             "without master_weights for float32 weights."
         )
     with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
+        undo.callback(level_assignments.note_state(model))
         if model.distribute_strategy is not tf.distribute.get_strategy():
             undo.enter_context(model.distribute_strategy.scope())
-        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
+        chosen = level_assignments.take_back(model, keep_by_hand=level.level != "O0")
         # The given model has the policies of the copy while it is copied.
         for layer in _low_layers(model):
             layer_dtypes.give_policy(layer, "float32")
@@ -378,7 +374,7 @@ def _level_on_copy(
         pairs = same_layers(model, made)
         for old, new in pairs:  # Configurations do not hold it.
             new.autocast = autocasts.get(id(old), new.autocast)
-        layer_policies.correct_symbolic_dtypes(made)
+        model_structure.correct_symbolic_dtypes(made)
         made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
         if mixed:
             rewrite = None
@@ -400,7 +396,7 @@ def _level_on_copy(
 
 def _low_layers(model: Any) -> list[Any]:
     """Returns the layers whose low policy is the model's default, not a user's choice."""
-    default = layer_policies.default_policy(model)
+    default = level_assignments.default_policy(model)
     own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
     return [x for x in own if default in LOW_PRECISION and layer_dtypes.is_plain(x.dtype_policy)]
 
@@ -418,7 +414,7 @@ def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen:
         left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
         layers = [x for x in layers if layer_dtypes.is_plain(x.dtype_policy) and id(x) not in left]
     elif level.low_weights:
-        for held in layer_policies.models_held_by_models(model):
+        for held in model_structure.models_held_by_models(model):
             model_roles.become_part(held)  # its weights become low, like its holder's
         layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
     for layer in layers:
@@ -447,12 +443,13 @@ def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -
     for old, new in pairs:
         assignment = assignments.get(old)
         if assignment is not None and assignment.role == "statistics":
-            manage(new, policy, "level")
-    for held in layer_policies.models_held_by_models(made):
+            manage(new, policy, assignment_under(new, policy, "level"))
+    for held in model_structure.models_held_by_models(made):
         cast_outermost(held)
-    layer_policies.correct_symbolic_dtypes(made)
-    if not layer_policies.is_graph(made):
-        manage(made, policy, "level")  # its outermost call returns float32
+    model_structure.correct_symbolic_dtypes(made)
+    if not model_structure.is_graph(made):
+        # Its outermost call returns float32.
+        manage(made, policy, assignment_under(made, policy, "level"))
 
 
 # ---- The steps of a model at level O1 ------------------------------------------------------------
@@ -473,7 +470,7 @@ def _rewrite_steps_of(
     """
     rewrite = functools.partial(RewrittenFunction, options=options)
     _keep_in_float32(kept)
-    for layer in layer_policies.output_layers_of(model):
+    for layer in model_structure.output_layers_of(model):
         wrap_method(layer, "call", _bias_in_float32)
     for layer in layers_of(model):
         # Keras calls it instead of `call` once the layer is quantized; autocast skips it already.
@@ -573,9 +570,9 @@ def _measured_level(
     names = (config.placement,) if config.placement else tuning.CANDIDATES
     data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
     with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        chosen = layer_policies.take_off(model, keep_by_hand=True)
-        layer_policies.correct_symbolic_dtypes(model)
+        undo.callback(level_assignments.note_state(model))
+        chosen = level_assignments.take_back(model, keep_by_hand=True)
+        model_structure.correct_symbolic_dtypes(model)
         program = keras_program(model, data)
         ways = tuning.candidates_of(_as_fit_traces(model, model.train_step), options, names)
         if level.level == "O2":
@@ -636,7 +633,7 @@ def _mixed_step(
 
     def step(data: Any) -> Any:
         with contextlib.ExitStack() as undo:
-            undo.callback(layer_policies.note_state(model))
+            undo.callback(level_assignments.note_state(model))
             _put_level_on(model, level, kept, chosen)
             return model.train_step(data)
 

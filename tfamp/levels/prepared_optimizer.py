@@ -19,8 +19,8 @@ from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.records import WeakMap
-from tfamp.levels.layer_policies import drop_traced_functions
-from tfamp.levels.precision_config import EffectiveLevel
+from tfamp.levels.effective_level import EffectiveLevel
+from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.optimizer import LossScaleOptimizer, continue_from
 from tfamp.torch_style.grad_scaler import GradScaler
 

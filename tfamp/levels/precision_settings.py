@@ -15,8 +15,9 @@ from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.assignment import Assignment, assignments
 from tfamp.layers.layer_dtypes import quantization_of
-from tfamp.levels.layer_policies import computing_layers_of, path_of
-from tfamp.levels.precision_config import LEVELS, EffectiveLevel
+from tfamp.levels.effective_level import EffectiveLevel
+from tfamp.levels.model_structure import computing_layers_of, path_of
+from tfamp.levels.precision_config import LEVELS
 from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
 from tfamp.reports import tables
