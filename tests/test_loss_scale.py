@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfamp import DynamicLossScale, FixedLossScale
-from tfamp.core.options import LossScaleState, initial_state, next_state
+from tfamp.core.loss_scale import LossScaleState, initial_state, next_state
 
 SCALES = st.integers(-32, 32).map(lambda exponent: 2.0**exponent)
 

@@ -11,7 +11,7 @@ import tfamp
 from helpers.cases import one_of_each
 from helpers.optimizers import plain_optimizers
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
-from tfamp.core.options import initial_state, next_state
+from tfamp.core.loss_scale import initial_state, next_state
 
 SCALE = 2.0**10
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
     from tfamp.core.errors import *  # noqa: F403 - type checkers take these as public
-    from tfamp.core.options import DynamicLossScale as DynamicLossScale
-    from tfamp.core.options import FixedLossScale as FixedLossScale
+    from tfamp.core.loss_scale import DynamicLossScale as DynamicLossScale
+    from tfamp.core.loss_scale import FixedLossScale as FixedLossScale
     from tfamp.core.options import GradClip as GradClip
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
@@ -77,7 +77,8 @@ _names, __getattr__, __dir__ = lazy_names(
             "TfampDeprecationWarning", "TfampError", "TfampWarning", "UnsupportedBackendError",
             "UnsupportedVersionError",
         ),
-        ".core.options": ("DynamicLossScale", "FixedLossScale", "GradClip"),
+        ".core.loss_scale": ("DynamicLossScale", "FixedLossScale"),
+        ".core.options": ("GradClip",),
         ".diagnostics": ("diagnostics",),
         ".gradient_accumulator": ("GradientAccumulator",),
         ".graph": ("graph",),

@@ -12,7 +12,15 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core import options
-from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
+from tfamp.core.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    LossScaleState,
+    loss_scale_of_keras_2,
+    resolve_loss_scale,
+)
+from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
 from tfamp.interop.keras_saving import (
     INNER_SETTINGS,
@@ -135,7 +143,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             min_scale=min_scale,
             max_scale=max_scale,
         )
-        rule = options.resolve_loss_scale(loss_scale, dynamic, built)
+        rule = resolve_loss_scale(loss_scale, dynamic, built)
         # Not Keras's LossScaleOptimizer.__init__, which clears the inner loss_scale_factor.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
@@ -622,7 +630,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         arguments = own_settings(config)
         if "optimizer" in arguments:
             arguments["inner_optimizer"] = arguments.pop("optimizer")
-            arguments["loss_scale"] = options.loss_scale_of_keras_2(arguments["loss_scale"])
+            arguments["loss_scale"] = loss_scale_of_keras_2(arguments["loss_scale"])
         inner = arguments.pop("inner_optimizer", None)
         inner = read_optimizer(inner, custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):

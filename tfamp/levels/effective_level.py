@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tfamp.core import options
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import LossScale
+from tfamp.core.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+)
 from tfamp.levels.precision_config import PrecisionConfig, check_level
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
@@ -54,7 +57,7 @@ class EffectiveLevel:
         clips = self.config.grad_clip is not None
         rounds = self.config.weight_rounding is not None
         if self.loss_scale is None and (clips or self.master_weights or rounds):
-            return options.FixedLossScale(1.0)
+            return FixedLossScale(1.0)
         return self.loss_scale
 
 
@@ -137,5 +140,5 @@ def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossS
             given, why = 1.0, "the default of level O3"
         reasons.append(f"loss scale: {given}, {why}.")
     if isinstance(given, str):
-        return options.DynamicLossScale() if given == "dynamic" else None
-    return given if isinstance(given, LossScale) else options.FixedLossScale(given)
+        return DynamicLossScale() if given == "dynamic" else None
+    return given if isinstance(given, LossScale) else FixedLossScale(given)

@@ -19,7 +19,12 @@ from typing import Any
 
 from tfamp.core import options
 from tfamp.core.dtypes import given_low_dtype
-from tfamp.core.options import GradClip, LossScale
+from tfamp.core.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+)
+from tfamp.core.options import GradClip, checked_scale
 
 # How each level works.
 LEVELS = {
@@ -42,7 +47,7 @@ _WORDS = {
 
 # Other systems' names, as on the migration pages: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
-    **{each.name: each.name for each in dataclasses.fields(options.DynamicLossScale)},
+    **{each.name: each.name for each in dataclasses.fields(DynamicLossScale)},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
     "loss_scale_window": "growth_steps",
@@ -259,8 +264,8 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
                 "loss_scale=512.0, or {'scale': 512.0}."
             )
         if "scale" in values:
-            return options.from_mapping(options.FixedLossScale, "loss_scale", values)
-        return options.from_mapping(options.DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
+            return options.from_mapping(FixedLossScale, "loss_scale", values)
+        return options.from_mapping(DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
     if isinstance(value, str) and value.lower() in ("dynamic", "none"):
         return value.lower()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -269,7 +274,7 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
             "loss_scale must be a number, 'dynamic', 'none', a dict, a FixedLossScale or a "
             f"DynamicLossScale; got {value!r} of type {type(value).__name__}."
         )
-    return options.checked_scale("loss_scale", value)
+    return checked_scale("loss_scale", value)
 
 
 def _as_tuple(kept: Any) -> tuple[Any, ...]:

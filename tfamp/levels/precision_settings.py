@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import FixedLossScale, GradClip, LossScale
+from tfamp.core.loss_scale import FixedLossScale, LossScale
+from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.assignment import Assignment, assignments
 from tfamp.layers.layer_dtypes import quantization_of

@@ -24,7 +24,8 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.foreign import described
-from tfamp.core.options import GradClip, LossScale
+from tfamp.core.loss_scale import LossScale
+from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph, xla_works

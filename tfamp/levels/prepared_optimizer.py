@@ -15,7 +15,7 @@ import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.foreign import described
-from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.records import WeakMap

@@ -18,6 +18,11 @@ import tensorflow as tf
 
 from tfamp.core import options
 from tfamp.core.dtypes import float_format
+from tfamp.core.loss_scale import (
+    checked_backoff_factor,
+    checked_growth_factor,
+)
+from tfamp.core.options import checked_scale
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
@@ -29,9 +34,9 @@ from tfamp.training.weights import PlainWeights, apply_if_finite
 _FLOAT32 = float_format("float32")
 # The entries of a state, with PyTorch's names, and their checks.
 _CHECKS: dict[str, Callable[[Any], float]] = {
-    "scale": partial(options.checked_scale, "scale"),
-    "growth_factor": options.checked_growth_factor,
-    "backoff_factor": options.checked_backoff_factor,
+    "scale": partial(checked_scale, "scale"),
+    "growth_factor": checked_growth_factor,
+    "backoff_factor": checked_backoff_factor,
     "growth_interval": partial(options.checked_count, "growth_interval"),
     "_growth_tracker": lambda value: int(
         options.checked_number("_growth_tracker", value, low=0, high=2**31)
@@ -98,12 +103,12 @@ class GradScaler(tf.Module):
         require_tensorflow("tfamp.GradScaler", "tfamp.LossScaleOptimizer")
         super().__init__(name="grad_scaler")
         self._enabled = options.checked_flag("enabled", enabled)
-        scale = options.checked_scale("init_scale", init_scale)
+        scale = checked_scale("init_scale", init_scale)
         self._scale = _variable("float32", scale, "loss_scale")
         self._growth_tracker = _variable("int64", 0)
         # float64, as PyTorch computes with them: the scale is the same for any factor.
-        self._growth_factor = _variable("float64", options.checked_growth_factor(growth_factor))
-        self._backoff_factor = _variable("float64", options.checked_backoff_factor(backoff_factor))
+        self._growth_factor = _variable("float64", checked_growth_factor(growth_factor))
+        self._backoff_factor = _variable("float64", checked_backoff_factor(backoff_factor))
         interval = options.checked_count("growth_interval", growth_interval)
         self._growth_interval = _variable("int64", interval)
         self._iteration = _Iteration(self._scale)
@@ -219,7 +224,7 @@ class GradScaler(tf.Module):
             usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
             self._scale.assign(tf.where(usable, scale, self._scale))
         else:
-            self._scale.assign(options.checked_scale("new_scale", new_scale))
+            self._scale.assign(checked_scale("new_scale", new_scale))
         self._iteration.start_next()
 
     @as_written
@@ -296,7 +301,7 @@ class GradScaler(tf.Module):
             >>> scaler.get_growth_factor()
             4.0
         """
-        self._growth_factor.assign(options.checked_growth_factor(new_factor))
+        self._growth_factor.assign(checked_growth_factor(new_factor))
 
     def get_backoff_factor(self) -> float:
         """Returns the factor by which the scale backs off. Waits for the device."""
@@ -312,7 +317,7 @@ class GradScaler(tf.Module):
             TypeError: It is not a number.
             ValueError: It is out of range.
         """
-        self._backoff_factor.assign(options.checked_backoff_factor(new_factor))
+        self._backoff_factor.assign(checked_backoff_factor(new_factor))
 
     def get_growth_interval(self) -> int:
         """Returns the iterations in a row after which the scale grows. Waits for the device."""

@@ -17,7 +17,7 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.foreign import described
-from tfamp.core.options import LossScale, LossScaleState, next_state
+from tfamp.core.loss_scale import LossScale, LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, built_for
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 
