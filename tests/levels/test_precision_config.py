@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.core.options import GradClip
+from tfamp import DynamicLossScale, FixedLossScale, GradClip, PrecisionConfig
 
 FULL = {
     "level": "O2",

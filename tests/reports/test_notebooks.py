@@ -10,7 +10,6 @@ import tensorflow as tf
 import tfamp
 from helpers.browser import open_page
 from tfamp import diagnostics
-from tfamp.diagnostics.comparison import ComparisonRow
 from tfamp.reports import tables
 
 X = np.linspace(-1, 1, 32, dtype="float32").reshape(4, 8)
@@ -34,8 +33,8 @@ def plan():
 
 def comparison():
     rows = [
-        ComparisonRow(HOSTILE, "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5),
-        ComparisonRow("head", "Dense", "float32", 0.02, None, 1.0, 0.0, 0.0),
+        diagnostics.ComparisonRow(HOSTILE, "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5),
+        diagnostics.ComparisonRow("head", "Dense", "float32", 0.02, None, 1.0, 0.0, 0.0),
     ]
     return diagnostics.Comparison("model", "float16", tuple(rows), 0.02, 0.01, (HOSTILE,), 0.005)
 
