@@ -16,7 +16,6 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from tfamp.cli import main
-from tfamp.core.errors import UnsupportedVersionError
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
 
@@ -48,7 +47,8 @@ def test_doctor_reports_another_keras_backend(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [UnsupportedVersionError("TensorFlow 9 is too new"), ImportError("no tensorflow")]
+    "error",
+    [tfamp.UnsupportedVersionError("TensorFlow 9 is too new"), ImportError("no tensorflow")],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(error, monkeypatch, capsys):
     def fail():

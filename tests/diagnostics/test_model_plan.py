@@ -8,7 +8,6 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.cli import main
-from tfamp.core.errors import SavedModelError
 from tfamp.diagnostics import ModelReport, model_report
 
 
@@ -71,8 +70,8 @@ def test_text_and_json_say_the_same():
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
-        ("nowhere", {}, SavedModelError, "There is no directory nowhere"),
-        ("nowhere.keras", {}, SavedModelError, "nowhere.keras cannot be loaded"),
+        ("nowhere", {}, tfamp.SavedModelError, "There is no directory nowhere"),
+        ("nowhere.keras", {}, tfamp.SavedModelError, "nowhere.keras cannot be loaded"),
         (3, {}, TypeError, "takes the path.*got int"),
         (tf.matmul, {"dtype": "int8"}, ValueError, "one of float16, bfloat16, auto; got 'int8'"),
     ],
@@ -87,7 +86,7 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path):
     model.save(tmp_path / "code.keras")
     (tmp_path / "broken.keras").write_bytes(b"no zip")
     for name in ("code.keras", "broken.keras"):
-        with pytest.raises(SavedModelError, match="cannot be loaded"):
+        with pytest.raises(tfamp.SavedModelError, match="cannot be loaded"):
             report(tmp_path / name)
 
 

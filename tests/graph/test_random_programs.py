@@ -17,9 +17,9 @@ import tfamp
 from helpers import graph_models, random_programs
 from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
+from tfamp import OpLists
+from tfamp.graph import rewrite_graph_def
 from tfamp.graph.functions import inline_calls
-from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import rewrite_graph_def
 
 DTYPES = st.sampled_from(["float16", "bfloat16"])
 # Each value is a sum of few products and goes through few steps; see `random_programs`.
@@ -169,8 +169,8 @@ def test_gradients_of_random_programs_are_close_to_float32s(program, dtype):
 _HASHED = """
 import hashlib, random, warnings
 from helpers import loops, random_programs
-from tfamp.core.errors import NothingConvertedWarning
-from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp import NothingConvertedWarning
+from tfamp.graph import rewrite_graph_def
 from tfamp.core.profile import builtin_profile
 warnings.simplefilter("ignore", NothingConvertedWarning)
 digest = hashlib.sha256()

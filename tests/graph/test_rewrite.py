@@ -13,9 +13,9 @@ import tfamp
 from helpers import graph_dsl, graph_models, loops
 from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
+from tfamp import OpLists
 from tfamp.core.profile import builtin_profile
 from tfamp.graph import rewrite
-from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
 

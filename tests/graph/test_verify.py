@@ -7,10 +7,10 @@ import tensorflow as tf
 
 import tfamp
 from helpers import graph_dsl
+from tfamp import OpLists
 from tfamp.graph import rewrite
 from tfamp.graph.editor import GraphEditor
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_lists import OpLists
 from tfamp.planning.decision import decide
 from tfamp.planning.options import GraphUse, RewriteOptions
 

@@ -227,7 +227,8 @@ class Scaler(Policy):
         self.scaler.update()
 
     def state(self):
-        return [*self.model.variables, *self.bare.variables, self.scaler._scale]
+        scale = self.strategy.run(self.scaler.get_scale)
+        return [*self.model.variables, *self.bare.variables, scale]
 
     def counts(self):
         iterations = local_copies(self.strategy, self.bare.iterations)[0]

@@ -17,7 +17,8 @@ import tfamp
 from helpers import saved_models
 from helpers.cases import tiers
 from helpers.training import small_model
-from tfamp.core.profile import MachineProfile, builtin_profile
+from tfamp.core.profile import builtin_profile
+from tfamp.graph import MachineProfile
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -151,7 +152,7 @@ def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path, batches):
 
 _REWRITING = """
 import sys
-from tfamp.rewriting.saved_model import rewrite_saved_model
+from tfamp import rewrite_saved_model
 source, target = sys.argv[1:]
 rewrite_saved_model(source, target + ".first", dtype="bfloat16")  # All is imported and traced.
 print("writing", flush=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers import mutations, random_programs
-from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph import rewrite_graph_def
 from tfamp.interop import tf_private
 
 PACKAGE = str(Path(tfamp.__file__).parent)

@@ -216,14 +216,14 @@ def test_leaving_more_often_than_entering_is_an_error_and_generators_are_not_dec
     for _ in range(2):
         with scope:
             assert keras_name() == "mixed_float16"
-        with pytest.raises(RuntimeError, match="policy_scope was left more often than it was"):
+        with pytest.raises(RuntimeError, match="policy_scope was left .*`with` statement"):
             scope.__exit__(None, None, None)
     assert keras_name() == "float32"
 
     def generate():
         yield
 
-    with pytest.raises(TypeError, match="policy_scope decorates functions that do not yield"):
+    with pytest.raises(TypeError, match=r"got .*generate.*with tfamp\.policy_scope\("):
         scope(generate)
 
 

@@ -149,7 +149,9 @@ def test_auto_refuses_masters_where_weights_are_float32(on):
 
 def test_split_weights_are_bfloat16(on):
     on(BF16_CPU)
-    with pytest.raises(ValueError, match="goes with bfloat16, and the dtype here is float16"):
+    with pytest.raises(
+        ValueError, match="weight_rounding='split' .* float16: give dtype='bfloat16'"
+    ):
         prepared(level="O3", dtype="float16", weight_rounding="split")
     model, _ = prepared(level="O3", dtype="bfloat16", weight_rounding="split")
     assert {weight.dtype for weight in model.trainable_weights} == {"bfloat16"}

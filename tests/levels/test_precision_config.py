@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.core.options import GradClip
+from tfamp import DynamicLossScale, FixedLossScale, GradClip, PrecisionConfig
 
 FULL = {
     "level": "O2",
@@ -100,7 +99,7 @@ def test_dtypes_and_levels_are_read_liberally(name, given, meant):
         (
             {"loss_scale": {"init_scale": 512.0, "mode": "static"}},
             ValueError,
-            "mode 'static', .* give 'dynamic'. For a fixed scale give the number alone",
+            "loss_scale .*mode 'static'.* give 'dynamic'.* loss_scale=512.0",
         ),
         ({"loss_scale": {"scale": 1, "hysteresis": 2}}, ValueError, "no key 'hysteresis'"),
         ({"loss_scale": {"init_scale": 1, "initial_scale": 2}}, ValueError, "twice"),

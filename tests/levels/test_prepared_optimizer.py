@@ -76,7 +76,7 @@ def test_an_optimizer_of_another_model_is_an_error():
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(other.trainable_variables)
     before = _float32(model.weights)
-    with pytest.raises(ValueError, match="built for 6 variables that are not all in"):
+    with pytest.raises(ValueError, match="6 variables .*Give the model an optimizer of its own"):
         tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
     for old, new in zip(before, model.weights, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -89,7 +89,7 @@ def test_an_optimizer_of_another_model_is_an_error():
 def test_an_optimizer_that_cannot_be_made_again_is_an_error_that_says_what_to_do():
     sgd = keras.optimizers.SGD(0.1)
     model, optimizer = _three_layers(), keras.optimizers.MultiOptimizer(lambda variable: sgd)
-    with pytest.raises(ValueError, match="keras.optimizers.OptimizerMap instead of a function"):
+    with pytest.raises(ValueError, match=r"MultiOptimizer .*keras\.optimizers\.OptimizerMap"):
         tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
     assert model.layers[0].compute_dtype == "float32"
     mapped = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd))

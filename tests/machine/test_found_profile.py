@@ -13,6 +13,7 @@ import tfamp
 from tfamp import diagnostics
 from tfamp.cli import main
 from tfamp.core.profile import DTYPES, KINDS, builtin_profile
+from tfamp.graph import MachineProfile
 from tfamp.machine import hardware, profile_measure
 from tfamp.machine.hardware import find_profile
 
@@ -109,15 +110,19 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
 
 
 def test_processes_that_measure_at_once_all_use_the_first_kept_profile(folder, monkeypatch):
-    def measure():
-        with monkeypatch.context() as other_process:
-            other_process.setattr(profile_measure, "measure_profile", lambda: USUAL)
-            hardware._measured.__wrapped__(*arguments)
+    monkeypatch.setattr(profile_measure, "measure_profile", lambda: USUAL)
+    assert find_profile().profile == USUAL
+    (path,) = folder.iterdir()
+    first = path.rename(path.with_suffix(".first"))
+
+    def measure():  # Meanwhile the other process keeps what it measured.
+        first.rename(path)
         return SLOW
 
-    arguments = ("facts", folder / "machine.json")
     monkeypatch.setattr(profile_measure, "measure_profile", measure)
-    assert hardware._measured(*arguments).profile == USUAL
+    another_process()
+    assert find_profile().profile == USUAL
+    assert MachineProfile.from_json(path.read_text("utf-8")) == USUAL
 
 
 @pytest.mark.parametrize("where", ["file/tfamp", "~/.cache/tfamp"])

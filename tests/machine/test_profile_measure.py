@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
+from tfamp.core.profile import DTYPES, KINDS, builtin_profile
+from tfamp.graph import MachineProfile
 from tfamp.interop import tf_private
 from tfamp.machine import profile_measure
 from tfamp.machine.profile_measure import NO_KERNEL, SIZES, works

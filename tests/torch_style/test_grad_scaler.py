@@ -550,8 +550,8 @@ def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_
         assert [bool(a) for a in applied] == [bad_replica is None] * 2
         if bad_replica is not None:
             assert_identical(snapshot(model), before)
-    scales = [float(v) for v in two_replicas.experimental_local_results(scaler._scale)]
-    assert scales == [2.0**9, 2.0**9]
+    scales = two_replicas.experimental_local_results(two_replicas.run(scaler.get_scale))
+    assert [float(scale) for scale in scales] == [2.0**9, 2.0**9]
     assert not np.array_equal(model.variables[0].numpy(), start)
     for variable in model.variables:
         np.testing.assert_array_equal(*(v.numpy() for v in variable.value.values))

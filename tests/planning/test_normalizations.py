@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.graph.op_lists import OpLists
+from tfamp import OpLists
 from tfamp.machine.hardware import detect
 
 DTYPES = ("bfloat16", "float16")

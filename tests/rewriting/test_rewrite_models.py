@@ -1,7 +1,8 @@
 """Models of every kind, rewritten: their forward pass and 20 whole train steps match float32.
 
-What the rewrite decides about a graph is tested in tests/graph; here it is what a user gets. The
-models are Keras's own in float32, so that every low-precision op comes from the rewrite.
+What the rewrite decides about a graph is tested in tests/graph and tests/planning; here it is
+what a user gets. The models are Keras's own in float32, so that every low-precision op comes from
+the rewrite.
 """
 
 import functools

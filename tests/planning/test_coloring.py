@@ -5,18 +5,18 @@ import functools
 import pytest
 
 from helpers import graph_dsl
-from tfamp.graph import rewrite
+from tfamp.graph import rewrite_graph_def
 from tfamp.graph.op_lists import OpLists
 
 # These tests are about what the lists decide.
-rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
+rewrite_by_lists = functools.partial(rewrite_graph_def, placement="lists")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("text", graph_dsl.TABLE)
 def test_table(text, dtype):
     made = graph_dsl.graph(text)
-    result = rewrite_graph_def(
+    result = rewrite_by_lists(
         made.graph_def,
         made.fetches,
         feeds=made.feeds,
@@ -30,7 +30,7 @@ def test_table(text, dtype):
 
 def reasons(text, **choices):
     made = graph_dsl.graph(text)
-    plan = rewrite_graph_def(made.graph_def, made.fetches, device="cpu", **choices).plan
+    plan = rewrite_by_lists(made.graph_def, made.fetches, device="cpu", **choices).plan
     return {node.name: node.reason.text for node in plan.nodes}
 
 

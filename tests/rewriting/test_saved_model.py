@@ -314,10 +314,10 @@ def drop_values(model):
     [
         (
             lambda model: graph_of(model).write_bytes(graph_of(model).read_bytes()[:-100]),
-            "saved_model.pb is broken and cannot be read: .* Save the model again",
+            r"saved_model\.pb is broken .*Save the model again",
         ),
         (lambda model: graph_of(model).write_bytes(b""), "is broken: it holds no graph"),
-        (drop_values, "is broken: its constant '.*' has no value. Save the model again"),
+        (drop_values, r"saved_model\.pb is broken: .*constant '.*Save the model again"),
         (lambda model: graph_of(model).unlink(), "is not a SavedModel: it has no saved_model.pb"),
         (lambda model: shutil.rmtree(model / "variables"), "The variables of .* cannot be read"),
         (shutil.rmtree, "There is no directory"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfamp.graph.op_lists import OpLists
+from tfamp import OpLists
 from tfamp.planning import op_sets
 from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS
 

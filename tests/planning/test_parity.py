@@ -7,11 +7,11 @@ import pytest
 import tensorflow as tf
 
 from helpers import graph_dsl, graph_models, grappler
-from tfamp.graph import rewrite
+from tfamp.graph import rewrite_graph_def
 from tfamp.graph.op_lists import OpLists
 
 # These tests are about what the lists decide.
-rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
+rewrite_by_lists = functools.partial(rewrite_graph_def, placement="lists")
 
 MODEL_CASES = [f"{name} {kind}" for name in graph_models.MODELS for kind in ("forward", "step")]
 RANDOM_CASES = [f"random {seed}" for seed in range(60)]
@@ -88,7 +88,7 @@ def test_same_dtypes_and_no_more_casts(case, dtype, cases):
 
 def assert_painted_alike(case, dtype):
     graph_def, fetches, feeds = case
-    result = rewrite_graph_def(
+    result = rewrite_by_lists(
         graph_def,
         fetches,
         feeds=feeds,
@@ -138,7 +138,7 @@ def test_reads_of_variables_have_grapplers_dtypes(resource, loop, dtype, monkeyp
     assert ("Enter" in ops.values()) == loop
     assert_painted_alike(case, dtype)
     if not resource:
-        result = rewrite_graph_def(case[0], case[1], feeds=case[2], dtype=dtype)
+        result = rewrite_by_lists(case[0], case[1], feeds=case[2], dtype=dtype)
         assert dtypes(result.graph_def)["w/read"] == {"T": tf.float32.as_datatype_enum}
 
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import tensorflow as tf
 
-from tfamp.core.profile import KINDS, MachineProfile
+from tfamp.core.profile import KINDS
+from tfamp.graph import MachineProfile
 from tfamp.graph.index import build_indexes
 from tfamp.planning.cost import UNKNOWN_DIMENSION, crossing_tensors, estimate, scope_seconds
 

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import graph_dsl, graph_models, loops
-from tfamp.core.errors import NothingConvertedWarning
-from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
+from tfamp import NothingConvertedWarning, OpLists
+from tfamp.core.profile import KINDS, builtin_profile
+from tfamp.graph import MachineProfile, rewrite_graph_def
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.planning import structures
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
