@@ -130,6 +130,12 @@ def test_packages_import_only_what_the_table_allows():
     assert not wrong
 
 
+def test_every_package_has_a_folder_of_tests():
+    packages = {package for package in EDGES if (PACKAGE / package).is_dir() and package}
+    folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
+    assert packages <= folders
+
+
 def test_there_are_no_import_cycles():
     for graph in (
         {package: set(allowed.split()) for package, allowed in EDGES.items()},

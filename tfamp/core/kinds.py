@@ -1,0 +1,34 @@
+"""Names for values of TensorFlow and Keras in annotations: what an argument is, at first reading.
+
+TensorFlow and Keras carry no types that a checker could use, and this package imports neither of
+them, so each name is an alias of `Any`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+# Values.
+Tensor: TypeAlias = Any  # Eager or symbolic, of TensorFlow or of Keras, also `tf.IndexedSlices`.
+Variable: TypeAlias = Any  # A `tf.Variable` or `keras.Variable`.
+Handle: TypeAlias = Any  # A resource tensor: the handle of a variable.
+Nest: TypeAlias = Any  # Tensors in nested lists, tuples and dicts, as `tf.nest` takes them.
+DType: TypeAlias = Any  # A `tf.DType`, or the name of one.
+
+# Keras.
+Layer: TypeAlias = Any  # A `keras.Layer`.
+Model: TypeAlias = Any  # A `keras.Model`.
+Functional: TypeAlias = Any  # A Functional, alone or inside a Sequential.
+Operation: TypeAlias = Any  # A `keras.Operation`, layers included.
+KerasNode: TypeAlias = Any  # One symbolic call of an operation.
+KerasPolicy: TypeAlias = Any  # A `keras.DTypePolicy`, also a map of them.
+Optimizer: TypeAlias = Any  # A `keras.optimizers.Optimizer`.
+
+# Graphs.
+GraphDef: TypeAlias = Any  # A `tf.compat.v1.GraphDef`.
+FunctionDef: TypeAlias = Any  # A function of a GraphDef's library.
+NodeDef: TypeAlias = Any  # A node of either.
+Graph: TypeAlias = Any  # A `tf.Graph`, also a `FuncGraph`.
+Op: TypeAlias = Any  # A `tf.Operation` in a graph.
+Trace: TypeAlias = Any  # A concrete function.
+Function: TypeAlias = Any  # A `tf.function`.
