@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.graph import functions
+from tfamp.graph import inlining
 from tfamp.graph.rewrite import rewrite_graph_def
 
 FLOAT = tf.float32.as_datatype_enum
@@ -118,7 +118,7 @@ def test_an_attribute_that_is_not_text_names_its_node(attr):
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_functions_that_double_at_every_level_stay_small(monkeypatch):
-    monkeypatch.setattr(functions, "MOST_NEW_NODES", 100)
+    monkeypatch.setattr(inlining, "MOST_NEW_NODES", 100)
     graph = rewrite(chain(60, times=2))
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     assert len(nodes) < 500

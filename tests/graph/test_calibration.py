@@ -12,7 +12,7 @@ from helpers import graph_models, loops
 from helpers.tolerances import assert_close
 from tfamp.graph import Calibration, RewriteResult
 from tfamp.graph.calibration import measure
-from tfamp.graph.functions import inline_calls
+from tfamp.graph.graph import Graph
 from tfamp.graph.rewrite import convert, resolved
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Limits
@@ -24,7 +24,7 @@ def names(tensors):
 
 def measured(function, *batches):
     return measure(
-        function.graph.as_graph_def(),
+        Graph(function.graph.as_graph_def()),
         names(function.inputs),
         batches,
         function.captured_inputs,
@@ -36,8 +36,8 @@ def calibrated(function, ranges, dtype="float16", force_low=(), limits=None, **o
     options = RewriteOptions(dtype, force_low=force_low, device="cpu", profile="builtin", **options)
     limits = limits or Limits.default(dtype)
     use = GraphUse(names(function.outputs), names(function.inputs), ranges, limits)
-    graph_def = inline_calls(function.graph.as_graph_def(), use.names)
-    return RewriteResult(graph_def, convert(graph_def, resolved(options), use))
+    graph = Graph(function.graph.as_graph_def(), use.names).inline_calls()
+    return RewriteResult(graph.graph_def, convert(graph, resolved(options), use))
 
 
 def traced(function, *shapes):
@@ -95,12 +95,12 @@ def test_a_large_value_stays_float32_with_its_number_and_the_result_is_finite():
 def test_values_in_a_loop_are_seen_over_all_iterations_and_the_graph_is_not_modified():
     graph_def = loops.loop_v2().graph.as_graph_def()
     before = graph_def.SerializeToString(deterministic=True)
-    ranges = measure(graph_def, ["x:0"], [(3.0 * np.eye(4),)], (), ["Identity:0"])
+    ranges = measure(Graph(graph_def), ["x:0"], [(3.0 * np.eye(4),)], (), ["Identity:0"])
     assert len(in_functions(ranges)) == 1
     assert largest(ranges, "while/matmul") == 81.0
     assert graph_def.SerializeToString(deterministic=True) == before
     with pytest.raises(tfamp.RewriteError, match="loop or a conditional of TensorFlow 1"):
-        measure(loops.loop_v1(), ["x:0"], [(filled(1.0, 4, 4),)], (), ["out:0"])
+        measure(Graph(loops.loop_v1()), ["x:0"], [(filled(1.0, 4, 4),)], (), ["out:0"])
 
 
 def test_values_in_nested_functions_and_in_the_branch_that_was_taken_are_seen():

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from helpers.graph_models import runnable
-from tfamp.graph.functions import inline_calls
+from tfamp.graph.graph import Graph
 from tfamp.rewriting.pipeline import in_topological_order
 
 X = tf.TensorSpec((), tf.float32)
@@ -13,7 +13,8 @@ X = tf.TensorSpec((), tf.float32)
 def inlined(function, *specs):
     traced = tf.function(function).get_concrete_function(*specs)
     names = [tensor.name for tensor in traced.outputs]
-    return traced, inline_calls(traced.graph.as_graph_def(add_shapes=True), names)
+    graph = Graph(traced.graph.as_graph_def(add_shapes=True), names)
+    return traced, graph.inline_calls().graph_def
 
 
 def calls(graph_def):
@@ -84,7 +85,7 @@ def test_what_waits_for_a_call_waits_for_its_side_effects():
 def test_a_fetched_call_keeps_its_name_and_values():
     double = tf.function(lambda x: x + x)
     graph_def = tf.function(lambda x: double(x)).get_concrete_function(X).graph.as_graph_def()
-    kept = inline_calls(graph_def, ["PartitionedCall:0"])
+    kept = Graph(graph_def, ["PartitionedCall:0"]).inline_calls().graph_def
     (node,) = [node for node in kept.node if node.name == "PartitionedCall"]
     assert (node.op, list(node.input)) == ("IdentityN", ["PartitionedCall/Identity"])
 
@@ -101,7 +102,8 @@ def test_a_second_inlining_changes_nothing():
     double = tf.function(lambda x: x + x)
     _, graph_def = inlined(lambda x: double(double(x)), X)
     before = graph_def.SerializeToString(deterministic=True)
-    assert inline_calls(graph_def).SerializeToString(deterministic=True) == before
+    Graph(graph_def).inline_calls()
+    assert graph_def.SerializeToString(deterministic=True) == before
 
 
 def test_calls_among_loops_of_tensorflow_1_stay():
@@ -117,7 +119,7 @@ def test_calls_among_loops_of_tensorflow_1_stay():
     assert any(node.op == "Enter" for node in graph_def.node)
     before = calls(graph_def)
     assert before
-    assert calls(inline_calls(graph_def)) == before
+    assert calls(Graph(graph_def).inline_calls().graph_def) == before
 
 
 def test_order_follows_data_and_control_inputs():

@@ -19,7 +19,7 @@ from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import inline_calls
+from tfamp.graph.graph import Graph
 
 DTYPES = st.sampled_from(["float16", "bfloat16"])
 # Each value is a sum of few products and goes through few steps; see `random_programs`.
@@ -96,7 +96,7 @@ def test_random_programs_stay_valid_run_and_keep_what_they_must(program, dtype):
     result = rewritten(function, dtype)
 
     # Names, signatures and control inputs stay, except of inlined calls.
-    inlined = inline_calls(before, [each.name for each in function.outputs])
+    inlined = Graph(before, [each.name for each in function.outputs]).inline_calls().graph_def
     old, new = all_nodes(inlined), all_nodes(result.graph_def)
     assert old.keys() <= new.keys()
     assert {new[key].op for key in new.keys() - old.keys()} <= {"Cast"}
@@ -232,7 +232,7 @@ def test_an_inlined_calls_side_effects_are_waited_for_in_a_fixed_order():
     graph_def = outer.get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
     waits = [
         [name for name in node.input if name.startswith("^")]
-        for node in inline_calls(graph_def).node
+        for node in Graph(graph_def).inline_calls().main.nodes
         if node.name == "StatefulPartitionedCall"
     ]
     assert waits == [sorted(waits[0])]

@@ -9,7 +9,7 @@ import tfamp
 from helpers import graph_dsl
 from tfamp import OpLists
 from tfamp.graph import rewrite
-from tfamp.graph.editor import GraphEditor
+from tfamp.graph.graph import Graph
 from tfamp.graph.index import build_indexes
 from tfamp.planning.decision import decide
 from tfamp.planning.options import GraphUse, RewriteOptions
@@ -34,7 +34,7 @@ def check(change):
     how = {"dtype": "bfloat16", "op_lists": lists}
     after = rewrite_graph_def(made.graph_def, made.fetches, **how).graph_def
     change({node.name: node for node in after.node}, after)
-    rewrite.verify_rewrite(GraphEditor(after), decision.scopes, decision.plan)
+    rewrite.verify_rewrite(Graph(after), decision.scopes, decision.plan)
 
 
 def test_a_correct_rewrite_passes():
@@ -78,7 +78,7 @@ def test_a_lost_function_is_named():
     decision = decided(indexes, GraphUse(()), OpLists())
     after = tf.compat.v1.GraphDef(node=before.node)
     with pytest.raises(tfamp.RewriteError, match="function .* was lost"):
-        rewrite.verify_rewrite(GraphEditor(after), decision.scopes, decision.plan)
+        rewrite.verify_rewrite(Graph(after), decision.scopes, decision.plan)
 
 
 def test_a_low_node_that_adds_up_low_is_found(monkeypatch):

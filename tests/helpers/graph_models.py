@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.functions import copied, new_suffix, rename_functions
+from tfamp.graph.graph import Graph, new_suffix
 
 BATCH = 4
 
@@ -124,7 +124,7 @@ def example(function):
 
 def runnable(function, graph_def):
     """A callable like the concrete function that runs another graph with the same node names."""
-    graph_def = rename_functions(copied(graph_def), new_suffix())
+    graph_def = Graph(graph_def).copy().rename_functions(new_suffix()).graph_def
     pruned = tf.compat.v1.wrap_function(
         lambda: tf.graph_util.import_graph_def(graph_def, name=""), []
     ).prune([each.name for each in function.inputs], [each.name for each in function.outputs])

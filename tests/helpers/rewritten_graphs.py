@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.core.profile import builtin_profile
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import copied, rename_functions
+from tfamp.graph.graph import Graph
 
 # The same on every machine, whatever it multiplies natively.
 RULES = {
@@ -37,7 +37,7 @@ def rewritten(
 
 def run(concrete: Any, result: Any, *args: Any) -> Any:
     """Runs a rewritten graph on the CPU."""
-    graph = rename_functions(copied(result.graph_def), "_rewritten")
+    graph = Graph(result.graph_def).copy().rename_functions("_rewritten").graph_def
     names = [each.name for each in concrete.outputs]
 
     def imported(*args):

@@ -35,7 +35,8 @@ from tfamp.diagnostics.nonfinite_step import (
     check_arguments,
     trace_step,
 )
-from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
+from tfamp.graph.graph import Graph
+from tfamp.graph.observe import Observer, low_dtypes, observed_scopes, retyped, used_part
 from tfamp.planning import kernels
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
@@ -223,7 +224,7 @@ class _Twins:
         self.step = step
         results = dict.fromkeys([*step.outputs, *step.gradients])
         self._fetches = [*results, *step.operations]
-        graph = drop_unused_nodes(step.graph_def, step.inputs, self._fetches)
+        graph = used_part(step.graph, step.inputs, self._fetches)
         indexes = observed_scopes(graph)
         low = low_dtypes(indexes)
         if low and dtype is not None and low != [dtype]:
@@ -250,7 +251,7 @@ class _Twins:
         graph = retyped(self._graph, self._indexes, "float32")
         return self._observed(graph, observed_scopes(graph))
 
-    def _observed(self, graph: Any, indexes: Sequence[GraphIndex]) -> Observer[Seen]:
+    def _observed(self, graph: Graph, indexes: Sequence[GraphIndex]) -> Observer[Seen]:
         return Observer(graph, indexes, self.step.inputs, self._fetches, Seen.look)
 
     def _run(self, observer: Observer[Seen], scale: float) -> _Run:

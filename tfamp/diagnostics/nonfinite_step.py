@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.diagnostics.model_runs import computing_in
-from tfamp.graph.functions import bodies, flattened
-from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
+from tfamp.graph.graph import Graph
+from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seed
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here, rewrap_methods, wrapped_methods
@@ -42,7 +42,7 @@ _SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
 class Step:
     """A traced step."""
 
-    graph_def: Any  # Its calls are inlined.
+    graph: Graph  # Its calls are inlined.
     inputs: tuple[str, ...]
     values: tuple[Any, ...]  # The inputs' values: arguments, then captured tensors and handles.
     outputs: tuple[str, ...]
@@ -64,10 +64,10 @@ class Step:
         """
         marks: dict[Place, int] = {}
         by_name: dict[str, set[int]] = defaultdict(set)
-        for scope, nodes, _ in bodies(self.graph_def):
-            for node in nodes:
+        for body in self.graph.bodies:
+            for node in body.nodes:
                 if _LAYER in node.attr:
-                    marks[scope, node.name] = number = int(node.attr[_LAYER].s)
+                    marks[body.scope, node.name] = number = int(node.attr[_LAYER].s)
                     for name in (node.name, node.name.rpartition("/")[0]):
                         by_name[name].add(number)
         for place in reversed(path):
@@ -250,7 +250,7 @@ def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None)
         return _trace(step, (*args, y))
 
     step = traced(function)
-    if not rewritten and low is not None and not low_dtypes(observed_scopes(step.graph_def)):
+    if not rewritten and low is not None and not low_dtypes(observed_scopes(step.graph)):
         rewritten = True
         step = traced(rewrite(function, dtype=low, placement="lists"))
     return dataclasses.replace(step, rewritten_by="rewrite" if rewritten else "")
@@ -345,7 +345,8 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     gradients = dict(_gradients(graph, notes.gradients, paths))
     operations = tuple(operation.name for operation in graph.control_outputs)
     kept = [*outputs, *gradients, *operations]
-    graph_def = flattened(graph.as_graph_def(add_shapes=False), kept).graph
+    flat = Graph(graph.as_graph_def(add_shapes=False), kept).flatten()
+    seed(flat)
     reads = {
         node_name(tensor): handles[id(value)]
         for tensor, value in zip(inputs, values, strict=True)
@@ -353,10 +354,10 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     }
     scale = next((v for v in graph.variables if _SCALE.search(bare_name(v))), None)
     # The state of a loss scale that a step updates; a fixed scale is not part of it.
-    writes = (n.input[0] for n in graph_def.node if n.op == "AssignVariableOp")
+    writes = (node.input[0] for node in flat.main.of_types("AssignVariableOp"))
     written = {reads.get(node_name(handle), "").rpartition("/")[2] for handle in writes}
     return Step(
-        graph_def=seeded(graph_def),
+        graph=flat,
         inputs=tuple(inputs),
         values=values,
         outputs=outputs,

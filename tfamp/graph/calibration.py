@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_number
-from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
+from tfamp.graph.graph import Graph
+from tfamp.graph.observe import Observer, input_specs, observed_scopes, used_part
 from tfamp.interop.patching import level_of_user
 from tfamp.planning.ranges import Limits, Ranges, TensorRange
 
@@ -172,7 +173,7 @@ def _check_data(data: Any) -> None:
 
 
 def measure(
-    graph_def: Any,
+    graph: Graph,
     inputs: Sequence[str],
     batches: Iterable[Sequence[Any]],
     captures: Sequence[Any],
@@ -183,9 +184,9 @@ def measure(
     The inputs get the values of one batch after another, then the captures. Variables are as before
     afterwards; the state of random number generators, tables and iterators is not restored.
     """
-    used = drop_unused_nodes(graph_def, inputs, outputs)
+    used = used_part(graph, inputs, outputs)
     observer = Observer(used, observed_scopes(used), inputs, outputs, _range_after)
-    given = list(zip(inputs, input_specs(graph_def, inputs), strict=True))
+    given = list(zip(inputs, input_specs(graph, inputs), strict=True))
     given = given[: len(inputs) - len(captures)]
     return observer.run([*values, *captures] for values in _fitting(batches, given))
 

@@ -1,4 +1,4 @@
-"""GraphDef -> GraphIndex; with `tfamp.graph.editor` the only reader of protobuf.
+"""GraphDef -> GraphIndex; with `tfamp.graph.graph` the only reader of protobuf.
 
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that they share one Cast. Indexing compares the
@@ -17,15 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.editor import (
-    SHAPES,
-    GraphEditor,
-    OpSignature,
-    refused_options,
-    signature,
-    tensor_inputs,
-)
-from tfamp.graph.functions import attribute_text, function_attributes, reached_bodies
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.nodes import SHAPES, attribute_text, function_attributes, tensor_inputs
+from tfamp.graph.ops import OpSignature, refused_options, signature
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
 from tfamp.machine.hardware import detect
 from tfamp.planning.kernels import OPS
@@ -69,20 +64,20 @@ def build_indexes(
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    return index_bodies(GraphEditor(graph_def), dtype, device)
+    return index_bodies(Graph(graph_def), dtype, device)
 
 
-def index_bodies(graph: GraphEditor, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
+def index_bodies(graph: Graph, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
     """Indexes a graph and the functions it reaches, as `build_indexes` does."""
-    if MAIN_GRAPH in graph.library:
+    if MAIN_GRAPH in graph.functions:
         raise RewriteError("The graph has a function without a name.")
-    main = _Indexer(graph, dtype, device).index()
+    main = _Indexer(graph.main, dtype, device).index()
     called = (name for node in main.nodes for _, name in node.calls)
-    reached = {body.scope for body in reached_bodies(graph, called)}
+    reached = {body.scope for body in graph.reached(called)}
     functions = (
         body
-        for name, body in graph.library.items()
-        if name in reached and not signature(body.graph.signature).allowed
+        for name, body in graph.functions.items()
+        if name in reached and not signature(body.definition.signature).allowed
     )
     return main, *(_Indexer(body, dtype, device).index() for body in functions)
 
@@ -105,7 +100,7 @@ class _Kind(NamedTuple):
 class _Indexer:
     """Builds the index of one scope."""
 
-    body: GraphEditor
+    body: Body
     dtype: str | None
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
@@ -122,17 +117,15 @@ class _Indexer:
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
 
     def index(self) -> GraphIndex:
-        function = self.body.graph
-        is_function = self.body.is_function
-        for position, arg in enumerate(function.signature.input_arg if is_function else ()):
+        body = self.body
+        for position, arg in enumerate(body.arguments):
             self._add_boundary(arg.name, ARGUMENT, arg, [])
-            if position in function.arg_attr:
-                self._add_shapes(position, ARGUMENT, function.arg_attr[position].attr)
-        for node in self.body.nodes:
+            self._add_shapes(position, ARGUMENT, body.argument_attrs(position))
+        for node in body.nodes:
             self._add_node(node)
-        for arg in function.signature.output_arg if is_function else ():
+        for arg in body.results:
             # A result may have the name of a node.
-            self._add_boundary(f"{RESULT}{arg.name}", RESULT, arg, [function.ret[arg.name]])
+            self._add_boundary(f"{RESULT}{arg.name}", RESULT, arg, [body.returned[arg.name]])
         return self._finish()
 
     def _add_boundary(self, name: str, op: str, arg: Any, tensors: list[str]) -> None:
@@ -149,7 +142,7 @@ class _Indexer:
         if kind is None:
             kind = self.kinds[key] = self._kind(node, own)
         calls = tuple(function_attributes(node))
-        if op in self.body.library:
+        if op in self.body.functions:
             calls = (("", op), *calls)
         position = len(self.nodes)
         rest = device, calls, own.uses_references, _summing_attributes(node)

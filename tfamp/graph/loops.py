@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.editor import SHAPES, GraphEditor, attribute, tensor_inputs
-from tfamp.graph.functions import calls_of, function_attributes, reached_bodies
+from tfamp.graph.body import Body
+from tfamp.graph.nodes import SHAPES, attribute, function_attributes, tensor_inputs
 from tfamp.planning.structures import LOOPS, node_name, reach
 
 # Number of a loop's first results that TensorFlow differentiates. The others are stored for a
@@ -29,10 +29,10 @@ class Loop:
         condition: The function that decides whether another iteration runs.
     """
 
-    graph: GraphEditor
+    graph: Body
     nodes: Sequence[Any]
-    body: GraphEditor
-    condition: GraphEditor
+    body: Body
+    condition: Body
 
     @property
     def node(self) -> Any:
@@ -47,22 +47,20 @@ class Loop:
     @property
     def variables(self) -> list[tuple[Any, Any]]:
         """The body's arguments, each with the result that is its value in the next iteration."""
-        signature = self.body.graph.signature
-        return list(zip(signature.input_arg, signature.output_arg, strict=True))
+        return list(zip(self.body.arguments, self.body.results, strict=True))
 
     def is_tested(self, position: int) -> bool:
         """Whether the condition uses a variable."""
-        return self.condition.uses(self.condition.graph.signature.input_arg[position].name) > 0
+        return self.condition.uses(self.condition.arguments[position].name) > 0
 
     @property
     def fits(self) -> bool:
         """Whether the numbers of arguments and results agree, as in a valid graph."""
-        body, condition = self.body.graph, self.condition.graph
-        arguments = body.signature.input_arg, body.signature.output_arg
-        counts = {*map(len, arguments), len(condition.signature.input_arg)}
+        body = self.body
+        counts = {len(body.arguments), len(body.results), len(self.condition.arguments)}
         for node in self.nodes:
             counts |= {len(attribute(node, "T").list.type), len(tensor_inputs(node))}
-        return len(counts) == 1 and set(body.ret) == {arg.name for arg in arguments[1]}
+        return len(counts) == 1 and set(body.returned) == {arg.name for arg in body.results}
 
     def copies(self, argument: str) -> Collection[str]:
         """An argument of the body, and its copies by Identities."""
@@ -89,16 +87,9 @@ class Loop:
         place, made = self.new_place, self.graph.by_name[node_name(start)]
         self._extend(place, start, made, dtype)
         name = self._free_argument(wanted)
-        body, condition = self.body.graph, self.condition.graph
-        for function in (body, condition):
-            for table in (function.arg_attr, function.resource_arg_unique_id):
-                _make_room(table, place)
-            if SHAPES in made.attr:
-                function.arg_attr[place].attr[SHAPES].CopyFrom(made.attr[SHAPES])
-        taken = body.signature.input_arg, condition.signature.input_arg
-        for arguments in (*taken, body.signature.output_arg):
-            arguments.insert(place, type(arguments[0])(name=name, type=dtype))
-        body.ret[name] = name
+        for function in (self.body, self.condition):
+            function.add_argument(name, dtype, place, made.attr.get(SHAPES))
+        self.body.add_result(name, dtype, name, place)
         return name
 
     def _extend(self, place: int, start: str, made: Any, dtype: int) -> None:
@@ -127,29 +118,19 @@ class Loop:
         return name
 
 
-def _make_room(table: Any, place: int) -> None:
-    """Shifts the entries of a protobuf map of arguments by one from a position on."""
-    for position in sorted((each for each in table if each >= place), reverse=True):
-        value = table.pop(position)
-        if hasattr(value, "SerializeToString"):
-            table[position + 1].CopyFrom(value)
-        else:
-            table[position + 1] = value
-
-
-def own_loops(graph: GraphEditor) -> Iterator[Loop]:
-    """Yields the valid loops of the main graph whose functions nothing else calls."""
+def own_loops(graph: Body) -> Iterator[Loop]:
+    """Yields the valid loops of a graph whose functions nothing else calls."""
     groups = defaultdict[tuple[str, ...], list[Any]](list)
     for loop in graph.of_types(*sorted(LOOPS)):
         functions = dict(function_attributes(loop))
         groups[functions.get("body", ""), functions.get("cond", "")].append(loop)
     if not groups:
         return
-    uses = Counter(calls_of(graph))
-    for body in reached_bodies(graph, calls_of(graph)):
-        uses.update(calls_of(body))
+    uses = Counter(graph.calls())
+    for body in graph.reached(graph.calls()):
+        uses.update(body.calls())
     for names, loops in groups.items():
-        if all(name in graph.library and uses[name] == len(loops) for name in names):
-            loop = Loop(graph, loops, *(graph.library[name] for name in names))
+        if all(name in graph.functions and uses[name] == len(loops) for name in names):
+            loop = Loop(graph, loops, *(graph.functions[name] for name in names))
             if loop.fits:
                 yield loop

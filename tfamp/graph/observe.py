@@ -11,7 +11,6 @@ and random numbers keep their dtypes; Casts connect them to the rest.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +21,10 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.graph.editor import LOW_TYPES, PYTHON, GraphEditor, replace_nodes
-from tfamp.graph.functions import bodies, copied, has_old_control_flow, new_suffix, rename_functions
-from tfamp.graph.index import build_indexes
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph, new_suffix
+from tfamp.graph.index import index_bodies
+from tfamp.graph.ops import LOW_TYPES, PYTHON
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, reach
@@ -50,23 +50,16 @@ _CALLS = frozenset(_WITH_EFFECTS) | frozenset(_WITH_EFFECTS.values())
 _COMPILE_ATTRS = ("_XlaMustCompile", "_XlaCompile")
 
 
-def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+def used_part(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> Graph:
     """Returns a copy of a graph with its inputs and the ancestors of its outputs only."""
-    nodes = {node.name: node for node in graph_def.node}
-    fed = set(map(node_name, inputs))
-
-    def taken(name: str) -> Iterable[str]:
-        return () if name in fed else map(node_name, nodes[name].input)
-
-    needed = fed.union(reach(map(node_name, outputs), taken))
-    result = copied(graph_def)
-    replace_nodes(result.node, (node for node in result.node if node.name in needed))
+    result = graph.copy()
+    result.main.keep(result.main.ancestors((*inputs, *outputs), fed=inputs))
     return result
 
 
-def observed_scopes(graph_def: Any) -> list[GraphIndex]:
+def observed_scopes(graph: Graph) -> list[GraphIndex]:
     """Returns the indexes of a graph and of the functions that run as part of it."""
-    indexes = build_indexes(graph_def)
+    indexes = index_bodies(graph, None, "cpu")
     by_scope = {index.scope: index for index in indexes}
 
     def called(scope: str) -> Iterable[str]:
@@ -78,11 +71,10 @@ def observed_scopes(graph_def: Any) -> list[GraphIndex]:
     return [index for index in indexes if index.scope in reached]
 
 
-def input_specs(graph_def: Any, inputs: Sequence[str]) -> list[Any]:
+def input_specs(graph: Graph, inputs: Sequence[str]) -> list[Any]:
     """Returns dtypes and shapes of the inputs of a graph, by the names of their tensors."""
     # Small captured tensors are constants: these have no shape attribute.
-    attrs = {node.name: node.attr for node in graph_def.node}
-    found = [attrs[node_name(name)] for name in inputs]
+    found = [graph.main.by_name[node_name(name)].attr for name in inputs]
     return [
         tf.TensorSpec(each["shape"].shape if "shape" in each else None, each["dtype"].type)
         for each in found
@@ -98,13 +90,13 @@ class Observer(Generic[T]):
 
     def __init__(
         self,
-        graph_def: Any,
+        graph: Graph,
         indexes: Sequence[GraphIndex],
         inputs: Sequence[str],
         fetches: Sequence[str],
         look: Callable[[T | None, Any], T],
     ) -> None:
-        graph = copied(graph_def)
+        graph = graph.copy()
         self._look = look
         self._seen: dict[TensorKey, T] = {}
         self._lock = threading.Lock()
@@ -113,8 +105,8 @@ class Observer(Generic[T]):
             fetches = [*fetches, *_add_recorders(graph, indexes, fetches, self._record)]
         self._specs = input_specs(graph, inputs)
         with tf.init_scope():
-            graph = rename_functions(graph, new_suffix())
-            self._run = _runnable(graph, inputs, self._specs, fetches)
+            graph_def = graph.rename_functions(new_suffix()).graph_def
+            self._run = _runnable(graph_def, inputs, self._specs, fetches)
 
     def run(self, calls: Iterable[Sequence[Any]]) -> dict[TensorKey, T]:
         """Runs the graph on the values of its inputs, call by call, and returns the records.
@@ -203,39 +195,39 @@ class _Tensor(NamedTuple):
 
 
 def _add_recorders(
-    graph_def: Any, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
+    graph: Graph, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
 ) -> list[str]:
     """Adds recording ops to scopes; returns the operations of the graph itself to fetch."""
-    graph = GraphEditor(graph_def)
     by_scope = {index.scope: index for index in indexes}
     fetched: list[str] = []
     for body in graph.bodies:
         if body.scope not in by_scope:
             continue
-        if has_old_control_flow(body):
+        if body.has_old_control_flow:
             raise RewriteError(
                 "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for a "
                 "calibration or by find_nonfinite. Use tf.while_loop and tf.cond of TensorFlow 2."
             )
-        calls = [n.name for n in body.nodes if n.op in _CALLS or n.op in graph.library]
+        calls = [n.name for n in body.nodes if n.op in _CALLS or n.op in graph.functions]
         for node in body.nodes:
-            _allow_effects(node)
+            _allow_effects(body, node)
         tensors = _float_tensors(by_scope[body.scope], () if body.is_function else fetches)
         names: list[str] = []
         for start in range(0, len(tensors), _GROUP):
             group = tensors[start : start + _GROUP]
-            names.append(_add_recorder(body.nodes, group, record, names[-1:]))
+            names.append(_add_recorder(body, group, record, names[-1:]))
         # Grappler prunes a call that only has a recording op in its function.
         names += calls
         if body.is_function:
-            _run_always(body.graph, names)
+            _run_always(body, names)
         else:
             fetched = names
     return fetched
 
 
-def _allow_effects(node: Any) -> None:
-    node.op = _WITH_EFFECTS.get(node.op, node.op)
+def _allow_effects(body: Body, node: Any) -> None:
+    if node.op in _WITH_EFFECTS:
+        body.set_op(node, _WITH_EFFECTS[node.op])
     _allow_python(node)
     if node.op == "While":
         node.attr["parallel_iterations"].i = 1
@@ -265,26 +257,22 @@ def _float_tensors(index: GraphIndex, fetches: Sequence[str]) -> list[_Tensor]:
     ]
 
 
-def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
-    """Adds the op that records a group of tensors, after another op."""
+def _add_recorder(body: Body, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
+    """Adds the op that records a group of tensors, after another op; returns its name."""
     arguments = [tf.compat.v1.placeholder(tensor.dtype) for tensor in group]
     op = tf.numpy_function(functools.partial(record, group), arguments, tf.int64).op
-    node = nodes.add()
-    node.CopyFrom(op.node_def)
-    node.name = f"tfamp_observed_{len(nodes)}"
-    node.input[:] = [*(tensor.name for tensor in group), *(f"^{name}" for name in before)]
-    return str(node.name)
+    inputs = [*(tensor.name for tensor in group), *(f"^{name}" for name in before)]
+    name = f"tfamp_observed_{len(body.nodes) + 1}"
+    return node_name(body.add(name, op.type, inputs, **dict(op.node_def.attr)))
 
 
-def _run_always(function: Any, names: Sequence[str]) -> None:
+def _run_always(body: Body, names: Sequence[str]) -> None:
     """Makes recording ops of a function run, though no result depends on them."""
-    _allow_python(function)
-    function.signature.is_stateful = True
+    _allow_python(body.definition)
+    body.definition.signature.is_stateful = True
     for name in names:
         # A function has control results of its own; their names are free to choose.
-        result = f"tfamp_observed_by_{name}"
-        function.signature.control_output.append(result)
-        function.control_ret[result] = name
+        body.add_control_result(f"tfamp_observed_by_{name}", name)
 
 
 # ---- The same graph in another dtype -------------------------------------------------------------
@@ -296,37 +284,33 @@ def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
     return sorted(set(found), key=found.count, reverse=True)
 
 
-def seeded(graph_def: Any) -> Any:
+def seed(graph: Graph) -> None:
     """Seeds random ops, so that every run is the same; in place."""
-    nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(graph_def))
-    for number, node in enumerate(nodes):
-        if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
+    for number, node in enumerate(graph.nodes):
+        if [node.attr[each].i for each in _SEEDS if each in node.attr] == [0, 0]:
             node.attr["seed"].i = 1
             node.attr["seed2"].i = number + 1
-    return graph_def
 
 
-def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
+def retyped(graph: Graph, indexes: Sequence[GraphIndex], dtype: str) -> Graph:
     """Returns a copy of a graph that computes in another dtype where it computes in a low one.
 
     Changes the scopes that have an index. Names stay, Casts are added.
     """
-    graph = GraphEditor(copied(graph_def))
+    result = graph.copy()
     for index in indexes:
-        _change(index, graph.body(index.scope), tf.as_dtype(dtype))
-    return graph.graph
+        _change(index, result.body(index.scope), tf.as_dtype(dtype))
+    return result
 
 
-def _change(index: GraphIndex, body: GraphEditor, dtype: tf.DType) -> None:
+def _change(index: GraphIndex, body: Body, dtype: tf.DType) -> None:
     """Changes the dtypes of one scope."""
     keeping, number = _keeping(index), dtype.as_datatype_enum
     for name, node in body.by_name.items():
         if name not in keeping:
             _retype_node(node, number)
-    if body.is_function:
-        signature = body.graph.signature
-        for arg in (*signature.input_arg, *signature.output_arg):
-            arg.type = number if arg.type in LOW_TYPES else arg.type
+    for arg in (*body.arguments, *body.results):
+        arg.type = number if arg.type in LOW_TYPES else arg.type
     casts: dict[tuple[str, tf.DType], str] = {}
     for edge in index.edges:
         own = tf.as_dtype(index.slots[edge.source].dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
-from tfamp.graph.functions import FRAMES, collector_paused, copied, inlined
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph, collector_paused
 from tfamp.graph.index import index_bodies
 from tfamp.graph.op_lists import OpLists, default_lists
+from tfamp.graph.ops import FRAMES, STATISTICS_ATTR
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
@@ -109,8 +110,8 @@ def rewrite_graph_def(
         profile="builtin" if profile is None else profile,
     )
     use = GraphUse(fetches, feeds)
-    options, graph = resolved(options), inlined(copied(graph_def), use.names)
-    return RewriteResult(graph.graph, _convert(graph, options, use))
+    options, graph = resolved(options), Graph(graph_def, use.names).copy().inline_calls()
+    return RewriteResult(graph.graph_def, convert(graph, options, use))
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
@@ -156,7 +157,7 @@ def _moved_ops(lists: OpColors, defaults: OpLists) -> frozenset[str]:
 class Pass(NamedTuple):
     """A graph-to-graph rewrite in place: the function `run` of a file of `tfamp.graph.passes`.
 
-    Its arguments are the editor of the graph and the options, after the decision also the plan.
+    Its arguments are the graph and the options, after the decision also the plan.
 
     Attributes:
         file: The file, which is imported when the pass runs.
@@ -196,7 +197,7 @@ PASSES = (
 )
 
 
-def _passes_for(graph: GraphEditor, options: RewriteOptions, carries_plan: bool) -> list[Pass]:
+def _passes_for(graph: Graph, options: RewriteOptions, carries_plan: bool) -> list[Pass]:
     """The passes before or after the decision that apply to a graph."""
     ops = frozenset(op for body in graph.bodies for op in body.by_op)
     framed = not FRAMES.isdisjoint(ops)
@@ -222,53 +223,42 @@ class PreparedGraph:
     Attributes:
         graph: The graph.
         indexes: The index of the graph, then of each function.
-        weights: Arguments of loops' functions that hold weights.
     """
 
-    graph: GraphEditor
+    graph: Graph
     indexes: Sequence[structures.GraphIndex]
-    weights: Collection[tuple[str, str]]
-
-    def copy(self) -> PreparedGraph:
-        """Returns a deep copy of the graph, with the same index."""
-        graph = GraphEditor(copied(self.graph.graph), self.graph.kept)
-        return dataclasses.replace(self, graph=graph)
 
 
-def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
+def convert(graph: Graph, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
     """Converts a graph in place; returns the plan.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    return _convert(GraphEditor(graph_def, use.names), options, use)
-
-
-def _convert(graph: GraphEditor, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
     prepared = prepare(graph, options)
     return convert_prepared(graph, options, decided(prepared, options, use))
 
 
 @collector_paused()
-def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
+def prepare(graph: Graph, options: RewriteOptions) -> PreparedGraph:
     """Runs the first passes on a graph, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
     _run(_passes_for(graph, options, carries_plan=False), graph, options)
     indexes = index_bodies(graph, options.dtype, options.device)
-    return PreparedGraph(graph, indexes, graph.weights)
+    return PreparedGraph(graph, indexes)
 
 
 @collector_paused()
 def decided(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
     """Decides about a graph, which is not modified."""
-    return decide(prepared.indexes, prepared.weights, options, use)
+    return decide(prepared.indexes, prepared.graph.weights, options, use)
 
 
 def convert_prepared(
-    graph: GraphEditor, options: RewriteOptions, decision: Decision
+    graph: Graph, options: RewriteOptions, decision: Decision
 ) -> structures.RewritePlan:
     """Converts a graph in place, as was decided; returns the plan."""
     passes = _passes_for(graph, options, carries_plan=True)
@@ -301,7 +291,7 @@ def _nothing_converted(decision: Decision) -> str:
 # ---- The new graph -------------------------------------------------------------------------------
 
 
-def apply_plan(graph: GraphEditor, plan: structures.RewritePlan) -> None:
+def apply_plan(graph: Graph, plan: structures.RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
     Nodes keep their names and their order; Casts come behind them. Functions keep their names and
@@ -316,13 +306,13 @@ def apply_plan(graph: GraphEditor, plan: structures.RewritePlan) -> None:
         body.connect(made, cast.consumers)
 
 
-def _retype(body: GraphEditor, retype: structures.Retype, low: int) -> None:
+def _retype(body: Body, retype: structures.Retype, low: int) -> None:
     node = body.named(retype.node)
     if not retype.attr:
         node.type = low
         return
     if node.op in SUCCESSORS:
-        node.op = SUCCESSORS[node.op]
+        body.set_op(node, SUCCESSORS[node.op])
         node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(structures.FLOAT32)
     if retype.entry is None:
         node.attr[retype.attr].type = low
@@ -334,7 +324,7 @@ def _retype(body: GraphEditor, retype: structures.Retype, low: int) -> None:
 
 
 def verify_rewrite(
-    graph: GraphEditor, scopes: Sequence[PaintedScope], plan: structures.RewritePlan
+    graph: Graph, scopes: Sequence[PaintedScope], plan: structures.RewritePlan
 ) -> None:
     """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
@@ -343,7 +333,7 @@ def verify_rewrite(
     """
     for painted in scopes:
         index, low, scope = painted.index, painted.low, painted.index.scope
-        if scope and scope not in graph.library:
+        if scope and scope not in graph.functions:
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
         casts = {cast.name for cast in plan.casts if cast.scope == scope}
@@ -382,7 +372,7 @@ def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None
                 raise _violation(f"node {node.name!r} ({node.op})", f"it is low: {reason.text}")
 
 
-def _dtype_now(body: GraphEditor, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:
+def _dtype_now(body: Body, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:
     """The dtype of a slot as it is in the rewritten graph."""
     node = index.nodes[slot.node]
     named = body.named(node.name)

@@ -21,8 +21,10 @@ import keras
 import tensorflow as tf
 
 import tfamp
-from tfamp.graph.editor import FLOAT_TYPES, SHAPES
-from tfamp.graph.functions import bodies
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.nodes import SHAPES
+from tfamp.graph.ops import FLOAT_TYPES
 from tfamp.interop.keras_hooks import decays, layers_of, rematerializes
 from tfamp.machine import hardware
 from tfamp.planning.structures import MAIN_GRAPH, node_name
@@ -73,25 +75,26 @@ def fingerprint(graph_def: Any) -> str:
 
     It ignores names, seeds and values of float constants.
     """
-    contents = {name: (nodes, function) for name, nodes, function in bodies(graph_def)}
+    contents = {body.scope: body for body in Graph(graph_def).bodies}
+    nothing = Body(tf.compat.v1.GraphDef())
     hashes: dict[str, str] = {}
 
     def called(name: str) -> str:
         if name not in hashes:
             hashes[name] = "recursive"  # Until it is known.
-            hashes[name] = _hash(_described(*contents.get(name, ((), None)), called))
+            hashes[name] = _hash(_described(contents.get(name, nothing), called))
         return hashes[name]
 
     return called(MAIN_GRAPH)
 
 
-def _described(nodes: Sequence[Any], function: Any, called: Callable[[str], str]) -> list[Any]:
+def _described(body: Body, called: Callable[[str], str]) -> list[Any]:
     """The nodes of a graph or function, with numbers instead of names.
 
     `called` returns the hash of the function with a name.
     """
-    arguments = function.signature.input_arg if function else ()
-    numbers = {each.name: f"{number}" for number, each in enumerate((*arguments, *nodes))}
+    named = (*body.arguments, *body.nodes)
+    numbers = {each.name: f"{number}" for number, each in enumerate(named)}
 
     def end(tensor: str) -> str:
         name = node_name(tensor)
@@ -105,12 +108,11 @@ def _described(nodes: Sequence[Any], function: Any, called: Callable[[str], str]
         return [*plain, *(called(each.name) for each in functions)]
 
     lines: list[Any] = []
-    for node in nodes:
+    for node in body.nodes:
         kept = (key for key in node.attr if key[0] != "_" or key == SHAPES)
         values = {key: value(node.attr[key]) for key in kept if key not in _IGNORED}
         lines.append([node.op, node.device, [*map(end, node.input)], values])
-    outputs = function.signature.output_arg if function else ()
-    return [*lines, [end(function.ret[each.name]) for each in outputs]]
+    return [*lines, [end(body.returned[each.name]) for each in body.results]]
 
 
 # ---- A Keras model -------------------------------------------------------------------------------

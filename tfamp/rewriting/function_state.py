@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.graph.graph import Graph
 from tfamp.graph.observe import held_variables, put_back
 from tfamp.interop import keras_hooks, tf_private
-from tfamp.rewriting.pipeline import all_nodes
 
 _VARIABLE = "tensorflow::Var"
 _TABLE = "tensorflow::lookup::LookupInterface"
@@ -83,7 +83,7 @@ def _cannot_restore(what: str) -> ValueError:
 
 def ops_of(trace: Any) -> set[str]:
     """Returns the op types in the graph of a concrete function and the functions that it calls."""
-    return {node.op for node in all_nodes(trace.graph.as_graph_def())}
+    return {node.op for node in Graph(trace.graph.as_graph_def()).nodes}
 
 
 def random_ops(trace: Any) -> list[tuple[str, int, int]]:
@@ -91,7 +91,7 @@ def random_ops(trace: Any) -> list[tuple[str, int, int]]:
 
     Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each run.
     """
-    nodes = all_nodes(trace.graph.as_graph_def())
+    nodes = Graph(trace.graph.as_graph_def()).nodes
     return sorted(
         (node.op, node.attr["seed"].i, node.attr["seed2"].i)
         for node in nodes

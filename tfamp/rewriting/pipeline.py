@@ -30,9 +30,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
-from tfamp.graph import functions
 from tfamp.graph.calibration import measure
-from tfamp.graph.editor import SHAPES, GraphEditor
+from tfamp.graph.graph import Graph, new_suffix
+from tfamp.graph.inlining import INLINED_INTO, argument_name
+from tfamp.graph.nodes import GRADIENT, SHAPES, attribute_text
+from tfamp.graph.ops import CALLS
 from tfamp.graph.rewrite import PreparedGraph, convert_prepared, decided, prepare, resolved
 from tfamp.interop import tf_private
 from tfamp.interop.patching import Patch
@@ -50,7 +52,7 @@ _CUSTOM = "CustomGradient-"
 _DTYPES = "_tfamp_gradient_dtypes"
 _DEFAULTS = {"autograph": True}
 # Attributes dropped on import. Shapes are inferred again; colocation may refer to a fed node.
-_LEFT_OUT = (SHAPES, "_class", functions.INLINED_INTO, _DTYPES)
+_LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
 # ---- Functions and calls -------------------------------------------------------------------------
 
@@ -221,9 +223,9 @@ def call_converted(
     # An autocast around the call would cast before the rewrite decides, outputs included.
     with current_modes.set_to(None):
         traced = _trace(function, call)
-    graph_def, plan = converted(function, traced, options)
+    graph, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
-    results = iter(_into_current_graph(graph_def, traced, values, options))
+    results = iter(_into_current_graph(graph, traced, values, options))
     result = tf.nest.map_structure(
         lambda leaf: None if leaf is None else next(results),
         traced.structured_outputs,
@@ -234,18 +236,19 @@ def call_converted(
 
 def converted(
     function: TracedFunction, traced: Any, options: RewriteOptions
-) -> tuple[Any, RewritePlan | None]:
+) -> tuple[Graph, RewritePlan | None]:
     """Returns the graph of a trace in low precision, and the plan."""
     if options.dtype == FLOAT32:
-        return _flat(traced).graph, None
+        return _flat(traced), None
     options, shared = resolved(options), _shared.get()
     if shared is None or shared.trace is not traced:
-        graph, use = _prepared(function, traced, options)
-        decision = decided(graph, options, use)
+        prepared, use = _prepared(function, traced, options)
+        decision = decided(prepared, options, use)
+        graph = prepared.graph
     else:
-        graph, decision = _shared_decision(shared, function, options)
-        graph = graph.copy()
-    return graph.graph.graph, convert_prepared(graph.graph, options, decision)
+        prepared, decision = _shared_decision(shared, function, options)
+        graph = prepared.graph.copy()
+    return graph, convert_prepared(graph, options, decision)
 
 
 def shared_plan(function: TracedFunction, options: RewriteOptions) -> RewritePlan | None:
@@ -276,7 +279,7 @@ def _prepared(
     if options.calibration is not None:
         calls = options.calibration.calls()
         batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
-        ranges = measure(graph.graph, inputs, batches, traced.captured_inputs, outputs)
+        ranges = measure(graph, inputs, batches, traced.captured_inputs, outputs)
     use = graph_use(outputs, inputs, options, ranges)
     return prepare(graph, options), use
 
@@ -289,34 +292,34 @@ def graph_use(
     return GraphUse(fetches, feeds, ranges, limits)
 
 
-def _flat(traced: Any) -> GraphEditor:
-    """Returns the editor of a new copy of the graph of a trace, with its calls inlined."""
+def _flat(traced: Any) -> Graph:
+    """Returns a new copy of the graph of a trace, with its calls inlined."""
     names = [tensor.name for tensor in (*traced.outputs, *traced.inputs)]
-    graph = functions.flattened(traced.graph.as_graph_def(add_shapes=True), names)
-    for _, node in _custom_nodes(graph.graph):
+    graph = Graph(traced.graph.as_graph_def(add_shapes=True), names).flatten()
+    for _, node in _custom_nodes(graph):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
     return graph
 
 
 def _into_current_graph(
-    graph_def: Any, traced: Any, values: Sequence[Any], options: RewriteOptions
+    graph: Graph, traced: Any, values: Sequence[Any], options: RewriteOptions
 ) -> list[Any]:
     """Imports a graph, which it modifies, into the current one; returns the output tensors.
 
     `values` has a tensor for each input, of the input's dtype.
     """
-    functions.rename_functions(graph_def, functions.new_suffix())
+    graph.rename_functions(new_suffix())
     names = [tensor.name for tensor in traced.inputs]
     inputs = dict(zip(names, map(tf_private.capture_into_graph, values), strict=True))
     current = tf.compat.v1.get_default_graph()
-    scope = _free_scope(graph_def, current, names)
+    scope = _free_scope(graph, current, names)
     names_here = {name: tensor.name for name, tensor in inputs.items()}
     gradients = options.for_gradients()
     host = _Host(weakref.ref(current), scope, names_here, traced.graph, gradients)
-    with_gradients = {function for function, _ in _custom_nodes(graph_def) if function}
-    _adopt_gradients(graph_def, host)
+    with_gradients = {function for function, _ in _custom_nodes(graph) if function}
+    _adopt_gradients(graph, host)
     outputs = [tensor.name for tensor in traced.outputs]
-    results = _import_graph_def(graph_def, inputs, outputs, scope)
+    results = _import(graph, inputs, outputs, scope)
     tf_private.give_graphs(with_gradients)
     tf_private.note_variables(traced.graph.variables)
     return results
@@ -414,7 +417,7 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.operation(self.node.name, self.function) if op is None else op
-        name = functions.attribute_text(self.node, functions.GRADIENT)
+        name = attribute_text(self.node, GRADIENT)
         closure = tf_private.registered_gradient(name)
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         dense = (None if x is None else tf.cast(tf.convert_to_tensor(x), to) for x, to in given)
@@ -459,26 +462,25 @@ class _CustomGradient:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
         # Inlined nodes of its function have this prefix.
-        prefix = functions.attribute_text(self.node, functions.INLINED_INTO)
+        prefix = attribute_text(self.node, INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
             return op.graph.get_tensor_by_name(f"{prefix}{tensor.name}")
         if prefix:
-            return op.graph.get_tensor_by_name(f"{functions.argument_name(prefix, position)}:0")
+            return op.graph.get_tensor_by_name(f"{argument_name(prefix, position)}:0")
         return op.graph.inputs[position]
 
 
-def _adopt_gradients(graph_def: Any, host: _Host) -> None:
+def _adopt_gradients(graph: Graph, host: _Host) -> None:
     """Registers gradients for the nodes of a graph to import and makes the nodes refer to them."""
-    for function, node in _custom_nodes(graph_def):
+    for function, node in _custom_nodes(graph):
         adopted = f"Tfamp{_CUSTOM}{next(_NUMBERS)}"
         gradient = _CustomGradient(copy.deepcopy(node), host, function)
         tf.RegisterGradient(adopted)(as_written(gradient))
-        node.attr[functions.GRADIENT].s = adopted.encode()
-    library = functions.library_of(graph_def)
-    for node in all_nodes(graph_def):
-        if node.op in functions.CALLS or node.op in library:
-            node.attr[functions.GRADIENT].s = _call_gradient().encode()
+        node.attr[GRADIENT].s = adopted.encode()
+    for node in graph.nodes:
+        if node.op in CALLS or node.op in graph.functions:
+            node.attr[GRADIENT].s = _call_gradient().encode()
 
 
 @functools.cache
@@ -494,17 +496,12 @@ def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
     return [] if op is None else tf_private.differentiate_call(op, gradients)
 
 
-def all_nodes(graph_def: Any) -> Iterator[Any]:
-    """The nodes of a graph and of its functions."""
-    return (node for _, nodes, _ in functions.bodies(graph_def) for node in nodes)
-
-
-def _custom_nodes(graph_def: Any) -> Iterator[tuple[str, Any]]:
+def _custom_nodes(graph: Graph) -> Iterator[tuple[str, Any]]:
     """Nodes with a custom gradient, each with the name of its function, "" for the graph itself."""
-    for function, nodes, _ in functions.bodies(graph_def):
-        for node in nodes:
-            if functions.attribute_text(node, functions.GRADIENT).startswith(_CUSTOM):
-                yield function, node
+    for body in graph.bodies:
+        for node in body.nodes:
+            if attribute_text(node, GRADIENT).startswith(_CUSTOM):
+                yield body.scope, node
 
 
 def _enclosing(graph: Any) -> Iterator[Any]:
@@ -524,19 +521,19 @@ def _like(gradient: Any, given: Any) -> Any:
 # ---- Import --------------------------------------------------------------------------------------
 
 
-def _import_graph_def(
-    graph_def: Any, values: Mapping[str, Any], outputs: Sequence[str], scope: str
+def _import(
+    graph: Graph, values: Mapping[str, Any], outputs: Sequence[str], scope: str
 ) -> list[Any]:
-    """Imports a graph into the current one, with `values` instead of tensors of these names."""
+    """Imports a graph, which it modifies, with `values` instead of tensors of these names."""
     fed = {node_name(name) for name in values}
-    nodes = [node for node in graph_def.node if node.name not in fed]
-    bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    bare.node.extend(in_topological_order(nodes))
-    for node in all_nodes(bare):
+    nodes = [node for node in graph.main.nodes if node.name not in fed]
+    graph.main.replace_nodes(in_topological_order(nodes))
+    for node in graph.nodes:
         for attr in _LEFT_OUT:
             node.attr.pop(attr, None)
-    tf_private.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
-    used = {name for node in bare.node for name in node.input}
+    library = graph.graph_def.library
+    tf_private.register_functions(library.function, tf.compat.v1.get_default_graph())
+    used = {name for node in graph.main.nodes for name in node.input}
     mapped = {
         name: value
         for name, value in values.items()
@@ -544,12 +541,11 @@ def _import_graph_def(
     }
     mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = [node.name for node in bare.node if node.op in LOOPS]
+    loops = [node.name for node in graph.main.nodes if node.op in LOOPS]
     imported = tf.graph_util.import_graph_def(
-        bare, input_map=mapped, return_elements=[*made, *loops], name=scope
+        graph.graph_def, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
-    inside = (node for function in bare.library.function for node in function.node_def)
-    nested = any(node.op in LOOPS for node in inside)
+    nested = any(body.of_types(*LOOPS) for body in graph.functions.values())
     for loop in imported[len(made) :]:
         # Second derivatives need what the handles of variables refer to.
         if nested:
@@ -571,11 +567,11 @@ def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
     return [by_name[name] for name in ordered]
 
 
-def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
+def _free_scope(graph: Graph, host: Any, inputs: Sequence[str]) -> str:
     """Returns a name scope for the nodes: "", which keeps their names, unless one is taken."""
     fed = {node_name(name) for name in inputs}
     taken = {op.name for op in host.get_operations()}
-    if not any(node.name in taken and node.name not in fed for node in graph_def.node):
+    if not any(node.name in taken and node.name not in fed for node in graph.main.nodes):
         return ""
     return f"rewritten_{next(_NUMBERS)}"
 

@@ -10,6 +10,7 @@ TensorFlow 1's way, without objects, so that signatures share their constants.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import types
@@ -21,18 +22,27 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.graph import functions
+from tfamp.graph.body import Body
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, replace_nodes, tensor_inputs
-from tfamp.graph.index import build_indexes
+from tfamp.graph.graph import Graph
+from tfamp.graph.index import index_bodies
+from tfamp.graph.nodes import (
+    GRADIENT,
+    SHAPES,
+    called_by,
+    control_inputs_of,
+    is_control,
+    tensor_inputs,
+)
 from tfamp.graph.observe import held_variables
+from tfamp.graph.ops import CALLS
 from tfamp.graph.passes.constants import fold_casts
 from tfamp.graph.rewrite import convert, resolved
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
-from tfamp.planning.structures import BRANCHING, RewritePlan, node_name, reach
-from tfamp.rewriting.pipeline import all_nodes, graph_use
+from tfamp.planning.structures import BRANCHING, RewritePlan, node_name
+from tfamp.rewriting.pipeline import graph_use
 
 VARIABLES_PREFIX = "variables/variables"
 _VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
@@ -48,7 +58,7 @@ _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
 # A node that refers to the object graph's functions while a graph is rewritten.
 _ROOT = "tfamp_functions_of_the_object_graph"
 # Allowed uses of a variable that becomes a constant; control flow passes it on.
-_READING = BRANCHING | functions.CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
+_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
 # Kept in a frozen graph.
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
@@ -84,13 +94,13 @@ def find_roles(meta_graph: Any) -> Roles:
     signatures = signatures_of(meta_graph).values()
     feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
     fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
-    nodes = {node.name: node for node in meta_graph.graph_def.node}
-    used = ancestors(nodes, (*feeds, *fetches))
+    main = Graph(meta_graph.graph_def).main
+    used = main.ancestors((*feeds, *fetches))
     return Roles(
         feeds=feeds,
         fetches=fetches,
-        init=tuple(name for name in _init_nodes(meta_graph) if name in nodes),
-        bystanders=tuple(name for name in nodes if name not in used),
+        init=tuple(name for name in _init_nodes(meta_graph) if name in main.by_name),
+        bystanders=tuple(name for name in main.by_name if name not in used),
         entries=_distinct(_functions_of_objects(meta_graph.object_graph_def.nodes)),
     )
 
@@ -102,49 +112,37 @@ def rewrite_meta_graph(
 
     Every function keeps its name, arguments and results: the object graph refers to them.
     """
-    library = functions.library_of(meta_graph.graph_def)
-    graph = _model_graph(meta_graph, roles)
-    root = graph.node.add(name=_ROOT, op="NoOp")
-    for name in roles.entries:
-        root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
+    graph = _model_graph(meta_graph, roles, (*fetches, *roles.feeds))
+    root = node_name(graph.main.add(_ROOT, "NoOp"))
+    for name in roles.entries:
+        graph.main.by_name[root].attr["functions"].list.func.add(name=name)
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
     plan = convert(graph, resolved(options), use)
-    library |= functions.library_of(graph)
-    result = meta_graph.graph_def
-    replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))
-    replace_nodes(result.library.function, library.values())
+    graph.main.drop({root})
+    result = Graph(meta_graph.graph_def)
+    result.main.replace_nodes(graph.main.nodes)
+    for body in graph.functions.values():
+        result.put_function(body.definition)
     return plan
 
 
-def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns the names of the nodes that given tensors or nodes depend on, themselves included."""
-
-    def inputs(name: str) -> Iterator[str]:
-        return (each for each in map(node_name, nodes[name].input) if each in nodes)
-
-    return set(reach((each for each in map(node_name, names) if each in nodes), inputs))
-
-
-def _model_graph(meta_graph: Any, roles: Roles) -> Any:
+def _model_graph(meta_graph: Any, roles: Roles, kept: Iterable[str] = ()) -> Graph:
     """Returns a copy of the graph with only the model's functions, and calls inlined in these.
 
     Inlining saves Casts between layers. A function that only calls another keeps the call, so that
     signatures still share functions.
     """
-    graph = functions.copied(meta_graph.graph_def)
-    used = [node for node in graph.node if node.name not in roles.bystanders]
-    reached = functions.reached_functions(
-        functions.library_of(graph), (*roles.entries, *functions.calls_in(used))
-    )
-    model = [each for each in graph.library.function if each.signature.name in reached]
-    replace_nodes(graph.library.function, model)
-    inlined = functions.library_of(functions.inline_calls(functions.copied(graph)))
-    for name, function in functions.library_of(graph).items():
-        doing = [node.op for node in function.node_def if node.op not in _PASSING]
-        if len(doing) != 1 or doing[0] not in functions.CALLS:
-            function.CopyFrom(inlined[name])
+    graph = Graph(meta_graph.graph_def, kept).copy()
+    used = (node for node in graph.main.nodes if node.name not in roles.bystanders)
+    called = itertools.chain(roles.entries, *map(called_by, used))
+    graph.keep_functions({body.scope for body in graph.reached(called)})
+    inlined = graph.copy().inline_calls()
+    for name, body in list(graph.functions.items()):
+        doing = [node.op for node in body.nodes if node.op not in _PASSING]
+        if len(doing) != 1 or doing[0] not in CALLS:
+            graph.put_function(inlined.functions[name].definition)
     return graph
 
 
@@ -182,12 +180,11 @@ def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
             yield from filter(None, [each.bare_concrete_function.concrete_function_name])
 
 
-def _custom_gradients(graph: Any) -> list[str]:
+def _custom_gradients(graph: Graph) -> list[str]:
     """Returns name patterns of nodes with a custom gradient, whose dtypes are float32."""
-    library = functions.library_of(graph)
-    reached = functions.reached_functions(library, functions.calls_in(graph.node))
-    scopes = [graph.node, *(library[name].node_def for name in sorted(reached))]
-    names = [node.name for nodes in scopes for node in nodes if functions.GRADIENT in node.attr]
+    reached = sorted(graph.reached(graph.main.calls()), key=lambda body: body.scope)
+    nodes = (node for body in (graph.main, *reached) for node in body.nodes)
+    names = (node.name for node in nodes if GRADIENT in node.attr)
     return [f"^{re.escape(name)}$" for name in _distinct(names)]
 
 
@@ -207,7 +204,7 @@ def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
     """
     # Variables live as long as the loaded model.
     loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
-    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    nodes = Graph(meta_graph.graph_def).main.by_name
     found: dict[str, Any] = {}
     for key, signature in signatures_of(meta_graph).items():
         if signature.outputs:
@@ -231,11 +228,8 @@ def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibrati
     captured: dict[str, Any] = {}
     if meta_graph.object_graph_def.nodes:
         loaded, captured = _captured(src, meta_graph)
-    for node in graph.node:
-        if node.name in captured:  # Runs are fed the loaded model's resource.
-            fed = tf.compat.v1.NodeDef(name=node.name, op="Placeholder")
-            fed.attr["dtype"].type = tf.resource.as_datatype_enum
-            node.CopyFrom(fed)
+    for name in captured:  # Runs are fed the loaded model's resource.
+        graph.main.become(graph.main.by_name[name], "Placeholder", (), dtype=tf.resource)
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[Mapping[str, Any]]] = {}
     for args, kwargs in data.calls():
@@ -293,11 +287,11 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
     # A copy: variable values are found through the calls.
-    graph = functions.inline_calls(functions.copied(meta_graph.graph_def), keep)
-    nodes = {node.name: node for node in graph.node}
+    graph = Graph(meta_graph.graph_def, keep).copy().inline_calls()
+    main, nodes = graph.main, graph.main.by_name
     # Variables that are set when the model is loaded, such as paths of assets, remain.
-    used = ancestors(nodes, (*roles.feeds, *roles.fetches))
-    constant = used - ancestors(nodes, roles.init)
+    used = main.ancestors((*roles.feeds, *roles.fetches))
+    constant = used - main.ancestors(roles.init)
     names = [name for name in nodes if name in constant and nodes[name].op in _VARIABLES]
     _check_reads_only([nodes[name] for name in nodes if name in used], names)
     if not roles.fetches:
@@ -307,7 +301,7 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
         )
     if names:
         graph = _with_constants(graph, _variable_values(src, meta_graph, names), keep)
-    meta_graph.graph_def.CopyFrom(graph)
+    meta_graph.graph_def.CopyFrom(graph.graph_def)
     _drop_objects(meta_graph, keep)
 
 
@@ -317,9 +311,10 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     In place; returns the plan without the removed Casts.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    folded = fold_casts(meta_graph.graph_def, keep)
+    graph = Graph(meta_graph.graph_def, keep)
+    folded = fold_casts(graph)
     # Raises an error if dtypes disagree.
-    build_indexes(meta_graph.graph_def, dtype=plan.dtype, device="cpu")
+    index_bodies(graph, plan.dtype, "cpu")
     casts = tuple(cast for cast in plan.casts if (cast.scope, cast.name) not in folded)
     return make_plan(plan.dtype, plan.nodes, casts, plan.retypes, plan.summary.estimated_speed_up)
 
@@ -335,7 +330,7 @@ def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:
             )
 
 
-def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) -> Any:
+def _with_constants(graph: Graph, values: Mapping[str, Any], keep: Iterable[str]) -> Graph:
     """Returns the graph with constants instead of variables."""
     outputs = sorted({node_name(name) for name in keep})
 
@@ -349,24 +344,24 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     level = logger.level
     logger.setLevel(logging.ERROR)  # The only public function for this is deprecated.
     try:
-        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
-            session, graph, outputs, variable_names_whitelist=list(values)
+        graph_def = tf.compat.v1.graph_util.convert_variables_to_constants(
+            session, graph.graph_def, outputs, variable_names_whitelist=list(values)
         )
     finally:
         logger.setLevel(level)
-    for node in all_nodes(frozen):
-        if node.op in BRANCHING | functions.CALLS:
+    frozen = Graph(graph_def, keep)
+    for node in frozen.nodes:
+        if node.op in BRANCHING | CALLS:
             node.attr.pop(SHAPES, None)  # They contain the shapes of handles.
     return frozen
 
 
 def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     """Removes everything that signatures and initialisation do not need."""
-    graph = meta_graph.graph_def
-    _wait_for_no_constants(graph)
-    needed = ancestors({node.name: node for node in graph.node}, keep)
-    replace_nodes(graph.node, [node for node in graph.node if node.name in needed])
-    functions.rename_functions(graph, "")  # Drops functions that no node calls.
+    graph = Graph(meta_graph.graph_def)
+    _wait_for_no_constants(graph.main)
+    graph.main.keep(graph.main.ancestors(keep))
+    graph.drop_uncalled_functions()
     for field in ("object_graph_def", "saver_def"):
         meta_graph.ClearField(field)
     meta_graph.meta_info_def.function_aliases.clear()
@@ -381,16 +376,15 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
             del meta_graph.collection_def[key]
 
 
-def _wait_for_no_constants(graph: Any) -> None:
+def _wait_for_no_constants(main: Body) -> None:
     """Drops control inputs from reads of frozen variables, which calls used to wait for."""
-    constant = {node.name for node in graph.node if node.op == "Const" and not node.input}
-    reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
+    constant = {node.name for node in main.of_types("Const") if not node.input}
+    reads = [node for node in main.of_types("Identity") if len(node.input) == 1]
     constant |= {node.name for node in reads if node.input[0] in constant}
-    for node in graph.node:
+    for node in main.nodes:
         if control_inputs_of(node):
-            node.input[:] = [
-                name for name in node.input if not is_control(name) or name[1:] not in constant
-            ]
+            waits = [name for name in node.input if is_control(name) and name[1:] in constant]
+            main.set_inputs(node, [name for name in node.input if name not in waits])
 
 
 def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration
+from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
@@ -22,7 +23,6 @@ from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting import saved_graph
-from tfamp.rewriting.pipeline import all_nodes
 
 # The model may run on another machine, whose op times are unknown.
 _PLACEMENT = "lists"
@@ -220,7 +220,7 @@ def _read(src: Path) -> Any:
         ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
-    for node in (node for graph in model.meta_graphs for node in all_nodes(graph.graph_def)):
+    for node in (node for each in model.meta_graphs for node in Graph(each.graph_def).nodes):
         if node.op == "Const" and "value" not in node.attr:  # TensorFlow would crash on it.
             raise SavedModelError(
                 f"{path} is broken: its constant {node.name!r} has no value. Save the model again."

@@ -28,6 +28,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
+from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.op_calls import as_tensor, plain_attrs
@@ -365,9 +366,8 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
 
 def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
     """Counts float32 ops of the low list; none if one has the low dtype, which is a choice."""
-    graph_def = graph.as_graph_def()
-    bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
-    nodes = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
+    every = Graph(graph.as_graph_def()).nodes
+    nodes = [node for node in every if mode.targets.get(node.op) == mode.dtype]
     low, wide = (tf.as_dtype(dtype).as_datatype_enum for dtype in (mode.dtype, "float32"))
     types = [(node.op, node.attr["T"].type) for node in nodes if "T" in node.attr]
     if any(dtype == low for _, dtype in types):

@@ -12,7 +12,7 @@ from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.core.profile import builtin_profile
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import rename_functions
+from tfamp.graph.graph import Graph
 
 ROWS, WIDTH = 4096, 4
 CPU = {"device": "cpu", "placement": "lists"}
@@ -38,7 +38,7 @@ def run(function, x):
     assert graph_op_dtypes(graph)["Sum"] == {"bfloat16"}
     assert "BiasAddGrad" not in graph_op_dtypes(graph)
     # A process knows one function by each name, and those of loops have their names still.
-    graph = rename_functions(graph, "_rewritten")
+    graph = Graph(graph).rename_functions("_rewritten").graph_def
 
     def imported(x):
         return tf.graph_util.import_graph_def(graph, {"x": x}, ["Identity:0"])[0]

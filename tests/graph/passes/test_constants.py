@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import graph_models
+from tfamp.graph.graph import Graph
 from tfamp.graph.passes.constants import fold_casts
 
 VALUES = np.array([1.0, 1e-3, 70000.0, -2.5], "float32")
@@ -18,7 +19,7 @@ def folded(function, x, keep=()):
     """A function's graph after folding, and the Casts that are gone."""
     concrete = tf.function(function).get_concrete_function(tf.TensorSpec(x.shape))
     graph = concrete.graph.as_graph_def()
-    casts = fold_casts(graph, [*(tensor.name for tensor in concrete.outputs), *keep])
+    casts = fold_casts(Graph(graph, [*(tensor.name for tensor in concrete.outputs), *keep]))
     (actual,) = graph_models.runnable(concrete, graph)(x)
     expected = tf.nest.flatten(concrete(x))[0]
     assert actual.dtype == expected.dtype

@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers.cases import first_of
 from helpers.tolerances import tolerance
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.editor import GraphEditor
+from tfamp.graph.graph import Graph
 from tfamp.graph.passes import fusion
 from tfamp.interop import tf_private
 
@@ -32,7 +32,7 @@ def graph_of(function=step, *specs):
 
 def fuse(graph, keep=("Identity:0",), **choices):
     """Fuses a graph in place; returns how many calls there are."""
-    return fusion.fuse(GraphEditor(graph, keep), **choices)
+    return fusion.fuse(Graph(graph, keep), **choices)
 
 
 def calls(graph):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.tolerances import assert_close
-from tfamp.graph.editor import GraphEditor
+from tfamp.graph.graph import Graph
 from tfamp.graph.passes import loop_reads
 
 DTYPES = ("float16", "bfloat16")
@@ -59,7 +59,7 @@ def reads_in_loops(fast, *args):
 
 
 def read_before_loops(graph_def, keep=()):
-    graph = GraphEditor(graph_def, keep)
+    graph = Graph(graph_def, keep)
     loop_reads.run(graph, None)
     return graph.weights
 

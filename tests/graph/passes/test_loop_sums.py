@@ -8,8 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.tolerances import assert_close
-from tfamp.graph.editor import GraphEditor
-from tfamp.graph.functions import library_of
+from tfamp.graph.graph import Graph
 from tfamp.graph.passes import loop_sums
 
 ROUNDS, BATCH, WIDTH = 6, 4, 16
@@ -59,7 +58,7 @@ def products_in_loops(graph_def):
 def changed(function, keep=()):
     graph_def = graph_of(function)
     before = graph_def.SerializeToString(deterministic=True)
-    loop_sums.run(GraphEditor(graph_def, keep), None)
+    loop_sums.run(Graph(graph_def, keep), None)
     return graph_def.SerializeToString(deterministic=True) != before
 
 
@@ -83,7 +82,7 @@ def test_rows_of_unknown_number_are_added_up_too():
     spec = tf.TensorSpec((None, WIDTH))
     gradient, _ = gradient_of(lambda weight, x: mean_square(weight, ROUNDS, x), (spec,))
     graph_def = graph_of(gradient)
-    loop_sums.run(GraphEditor(graph_def), None)
+    loop_sums.run(Graph(graph_def), None)
     # As many rows count as 32, and 32 rows of both are more than the weight.
     assert products(graph_def.node) == []
     wide = tf.Variable(tf.tile(START, (8, 8)) / 8.0)
@@ -162,11 +161,11 @@ def test_many_rows_and_a_fetched_loop_stay_as_they_are():
 
 def test_a_second_time_changes_nothing():
     graph_def = graph_of(gradient_of(mean_square)[0])
-    loop_sums.run(GraphEditor(graph_def), None)
+    loop_sums.run(Graph(graph_def), None)
     before = graph_def.SerializeToString(deterministic=True)
-    loop_sums.run(GraphEditor(graph_def), None)
+    loop_sums.run(Graph(graph_def), None)
     assert graph_def.SerializeToString(deterministic=True) == before
-    for function in library_of(graph_def).values():
+    for function in graph_def.library.function:
         assert set(function.ret) == {arg.name for arg in function.signature.output_arg}
 
 

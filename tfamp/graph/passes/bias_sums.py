@@ -11,7 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.editor import GraphEditor, attribute
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.nodes import attribute_text
 from tfamp.planning.inexact_kernels import exact_instead
 from tfamp.planning.kernels import OpCall
 from tfamp.planning.options import RewriteOptions
@@ -20,7 +22,7 @@ from tfamp.planning.structures import RewritePlan
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
 
 
-def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Replaces each BiasAddGrad that the plan converted with a Sum that is exact, in place."""
     retyped = {(retype.scope, retype.node) for retype in plan.retypes}
     for body in graph.bodies:
@@ -37,9 +39,7 @@ def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
             body.become(node, _SUM, inputs, T=dtype, Tidx=tf.int32, keep_dims=False)
 
 
-def _call(body: GraphEditor, node: Any) -> OpCall:
+def _call(body: Body, node: Any) -> OpCall:
     sizes = (body.dims(node.input[0]), body.dims(body.tensor(node)))
     taken, made = (tuple(None if d < 0 else d for d in each) or None for each in sizes)
-    return OpCall(
-        _GRADIENT, [taken], made, {"data_format": attribute(node, "data_format").s.decode()}
-    )
+    return OpCall(_GRADIENT, [taken], made, {"data_format": attribute_text(node, "data_format")})

@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph import editor
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
 from tfamp.graph.index import largest_finite
-from tfamp.graph.loops import Loop, own_loops
+from tfamp.graph.loops import Loop
+from tfamp.graph.nodes import control_inputs_of, tensor_inputs
+from tfamp.graph.ops import FLOAT32_TYPE, LOW_TYPES
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan, node_name, reach
 
 
-def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
     Only for ops that select or compare: in arithmetic infinity is a visible error, and a clipped
@@ -34,7 +37,7 @@ def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
-        body = graph.library.get(cast.scope, graph)
+        body = graph.body(cast.scope)
         constant = body.by_name.get(cast.producer)
         if constant is None or constant.op != "Const":
             continue
@@ -43,15 +46,15 @@ def run(graph: editor.GraphEditor, options: RewriteOptions, plan: RewritePlan) -
         if chosen and largest_finite(constant.attr["value"].tensor) > limit:
             node = body.by_name[cast.name]
             _store(body, constant, [node], limit)
-            body.set_inputs(node, editor.control_inputs_of(constant))
+            body.set_inputs(node, control_inputs_of(constant))
             body.settle()
 
 
-def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str, str]]:
+def fold_casts(graph: Graph) -> frozenset[tuple[str, str]]:
     """Folds Casts of float32 constants to a low dtype, in functions also, in place.
 
     A constant that is used in float32 as well keeps its Casts: two copies of it would take more
-    bytes than one. So does one that is used from outside, among the tensors or nodes to keep. A
+    bytes than one. So does one that is used from outside, among the kept tensors or nodes. A
     value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of constants
     that enter loops are hoisted out of them first, where the loop does nothing else with them.
 
@@ -61,11 +64,11 @@ def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str,
     Example:
         >>> import tensorflow as tf
         >>> half = tf.function(lambda: tf.cast(tf.constant([1.0, 2.0]), tf.float16))
-        >>> graph = half.get_concrete_function().graph.as_graph_def()
-        >>> sorted(fold_casts(graph, keep=["Identity:0"])), [node.op for node in graph.node]
+        >>> graph_def = half.get_concrete_function().graph.as_graph_def()
+        >>> graph = Graph(graph_def, kept=["Identity:0"])
+        >>> sorted(fold_casts(graph)), [node.op for node in graph.main.nodes]
         ([('', 'Cast')], ['Const', 'Identity'])
     """
-    graph = editor.GraphEditor(graph_def, keep)
     gone = set(_cast_before_loops(graph))
     for body in graph.bodies:
         gone |= {(body.scope, name) for name in _fold_body(body)}
@@ -75,7 +78,7 @@ def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str,
 # ---- Constants -----------------------------------------------------------------------------------
 
 
-def _fold_body(body: editor.GraphEditor) -> list[str]:
+def _fold_body(body: Body) -> list[str]:
     """Folds the Casts of a body; returns their names."""
 
     def identities(name: str) -> Iterator[str]:
@@ -85,7 +88,7 @@ def _fold_body(body: editor.GraphEditor) -> list[str]:
     removed: set[str] = set()
     kept = body.kept
     for constant in body.of_types("Const"):
-        if constant.attr["dtype"].type != editor.FLOAT32_TYPE:
+        if constant.attr["dtype"].type != FLOAT32_TYPE:
             continue
         passing = reach([str(constant.name)], identities)
         users = [body.by_name[user] for each in passing for user in body.consumers[each]]
@@ -101,14 +104,12 @@ def _fold_body(body: editor.GraphEditor) -> list[str]:
 
 def _only_casts(node: Any) -> bool:
     """Whether a node only passes a constant on or casts it to a low dtype."""
-    casts = node.op == "Cast" and node.attr["DstT"].type in editor.LOW_TYPES
-    alone = len(node.input) == 1 == len(editor.tensor_inputs(node))
+    casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
+    alone = len(node.input) == 1 == len(tensor_inputs(node))
     return alone and (casts or node.op == "Identity")
 
 
-def _store(
-    body: editor.GraphEditor, constant: Any, casts: Iterable[Any], limit: float = math.inf
-) -> None:
+def _store(body: Body, constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
     """Replaces the first Cast to each dtype with a constant, and the others with copies of it.
 
     Finite values are clipped to `limit`.
@@ -137,12 +138,12 @@ def _store(
 # ---- Loops ---------------------------------------------------------------------------------------
 
 
-def _cast_before_loops(graph: editor.GraphEditor) -> Iterator[tuple[str, str]]:
+def _cast_before_loops(graph: Graph) -> Iterator[tuple[str, str]]:
     """Hoists Casts of invariant float32 arguments out of loops; yields the removed ones."""
-    for loop in own_loops(graph):
+    for loop in graph.own_loops():
         for i, (argument, _) in enumerate(loop.variables):
-            if argument.type != editor.FLOAT32_TYPE or any(
-                _uses(graph, node, i) for node in loop.nodes
+            if argument.type != FLOAT32_TYPE or any(
+                _uses(graph.main, node, i) for node in loop.nodes
             ):
                 continue
             users = _casting_users(loop, i)
@@ -151,7 +152,7 @@ def _cast_before_loops(graph: editor.GraphEditor) -> Iterator[tuple[str, str]]:
                 _cast_before(loop, i, users, int(casts[0].attr["DstT"].type))
 
 
-def _uses(graph: editor.GraphEditor, loop: Any, i: int) -> bool:
+def _uses(graph: Body, loop: Any, i: int) -> bool:
     """Whether a result of a loop has consumers."""
     outputs = {graph.tensor(loop, i), f"{loop.name}:{i}"}
     users = (graph.by_name[user] for user in graph.consumers[loop.name])
@@ -165,7 +166,7 @@ def _casting_users(loop: Loop, i: int) -> list[Any]:
     names = (user for tensor in sorted(same) for user in body.consumers[node_name(tensor)])
     users = [body.by_name[name] for name in dict.fromkeys(names)]
     dtypes = {node.attr["DstT"].type for node in users if node.op == "Cast"}
-    returned = [name for name, tensor in body.graph.ret.items() if tensor in same]
+    returned = [name for name, tensor in body.returned.items() if tensor in same]
     unchanged = returned == [result.name] and not loop.is_tested(i)
     return users if unchanged and len(dtypes) == 1 and all(map(_only_casts, users)) else []
 
@@ -176,8 +177,8 @@ def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
     for node in users:
         loop.body.become_identity(node, low)
     loop.body.settle()
-    body, condition = loop.body.graph.signature, loop.condition.graph.signature
-    body.output_arg[i].type = body.input_arg[i].type = condition.input_arg[i].type = low
+    for entries in (loop.body.arguments, loop.body.results, loop.condition.arguments):
+        entries[i].type = low
     for node in loop.nodes:
         wanted, dtypes = f"{node.name}/{i}-CastBefore", (tf.float32, dtype)
         made = graph.cast(wanted, node.input[i], dtypes, device=node.device)

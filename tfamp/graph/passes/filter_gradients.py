@@ -18,7 +18,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.editor import FLOAT32_TYPE, GraphEditor, attribute, tensor_inputs
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.nodes import attribute, tensor_inputs
+from tfamp.graph.ops import FLOAT32_TYPE
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
@@ -66,7 +69,7 @@ class _Convolution:
         return dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
 
-def run(graph: GraphEditor, options: RewriteOptions) -> None:
+def run(graph: Graph, options: RewriteOptions) -> None:
     """Replaces filter gradients with other ops where these are faster, in place.
 
     Filters of several taps only if low products are faster than float32's by the profile, where the
@@ -97,7 +100,7 @@ def _is_plain(node: Any) -> bool:
     return channels_last and dense and on_cpu and is_float32 and len(tensor_inputs(node)) == 3
 
 
-def _convolution(body: GraphEditor, node: Any) -> _Convolution | None:
+def _convolution(body: Body, node: Any) -> _Convolution | None:
     """The shapes of a gradient's convolution; None if the graph does not have them."""
     image, result = body.dims(node.input[0]), body.dims(node.input[2])
     kernel = body.dims(body.tensor(node))
@@ -124,7 +127,7 @@ def _zeros(node: Any, axis: int, missing: int) -> tuple[int, int]:
 class _Builder:
     """Adds the ops that compute a gradient; its node becomes a Reshape of their result."""
 
-    def __init__(self, body: GraphEditor, node: Any, shapes: _Convolution) -> None:
+    def __init__(self, body: Body, node: Any, shapes: _Convolution) -> None:
         self._body, self._node, self._shapes = body, node, shapes
         self._image, _, self._upstream = node.input[:3]
 

@@ -29,8 +29,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.graph import editor
-from tfamp.graph.functions import has_old_control_flow
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.nodes import SHAPES, attribute, control_inputs_of, tensor_inputs
+from tfamp.graph.ops import FLOAT32_TYPE, FLOAT_TYPES, LOW_TYPES, OpSignature
 from tfamp.planning import structures
 from tfamp.planning.options import RewriteOptions
 
@@ -76,27 +78,27 @@ _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 
 
-def run(graph: editor.GraphEditor, options: RewriteOptions, plan: structures.RewritePlan) -> None:
+def run(graph: Graph, options: RewriteOptions, plan: structures.RewritePlan) -> None:
     """Has XLA compile groups of fusible nodes, in place."""
     fuse(graph)
 
 
-def fuse(graph: editor.GraphEditor, least: int = _LEAST) -> int:
+def fuse(graph: Graph, least: int = _LEAST) -> int:
     """Replaces groups of fusible nodes with calls of compiled functions, in place.
 
     Functions, such as bodies of loops, stay as they are, and so does a graph with control flow of
     TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large tensors.
     """
-    if has_old_control_flow(graph):
+    if graph.main.has_old_control_flow:
         return 0
-    groups = _Groups(graph, least)
-    made: dict[bytes, str] = {}
-    bodies = [_Body(groups, number, made) for number in range(len(groups.own))]
-    for group, body in zip(groups.own, bodies, strict=True):
-        _insert(graph, group, body)
+    groups = _Groups(graph.main, least)
+    library = _Library(graph)
+    functions = [_Function(groups, number, library) for number in range(len(groups.own))]
+    for group, function in zip(groups.own, functions, strict=True):
+        _insert(graph.main, group, function)
     gone = {name for group in groups.own for name in group} - groups.staying
-    graph.drop(gone.difference(*(body.dtypes_of_results for body in bodies)))
-    return len(bodies)
+    graph.main.drop(gone.difference(*(each.dtypes_of_results for each in functions)))
+    return len(functions)
 
 
 def has_fused(graph: tf.Graph) -> bool:
@@ -120,11 +122,11 @@ class _Groups:
         staying: The nodes of groups that also stay in the graph.
     """
 
-    def __init__(self, graph: editor.GraphEditor, least: int) -> None:
+    def __init__(self, graph: Body, least: int) -> None:
         self.graph = graph
         for node in graph.of_types("Shape"):
             if self._elements(node.input[0]) < math.inf:
-                dtype = tf.as_dtype(editor.attribute(node, "out_type").type or tf.int32)
+                dtype = tf.as_dtype(attribute(node, "out_type").type or tf.int32)
                 shape = tf.make_tensor_proto(graph.shape(node.input[0]), dtype)
                 value = tf.compat.v1.AttrValue(tensor=shape)
                 graph.become(node, "Const", (), dtype=dtype, value=value)
@@ -192,15 +194,15 @@ class _Groups:
         if node.op in _COMPARES and self.known.isdisjoint(map(structures.node_name, node.input)):
             return False
         dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
-        computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= editor.FLOAT_TYPES
+        computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= FLOAT_TYPES
         return computes or node.op in _MOVES
 
     def _is_rounding(self, node: Any) -> bool:
         """Whether a Cast to a low dtype is cast back at once: XLA would remove the rounding."""
-        if node.op != "Cast" or node.attr["DstT"].type not in editor.LOW_TYPES:
+        if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
-        return any(u.op == "Cast" and u.attr["DstT"].type == editor.FLOAT32_TYPE for u in users)
+        return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
 
     def _depth(self, name: str, depths: Mapping[str, int]) -> int:
         """How often the longest way to a node enters or leaves fusible nodes of one device."""
@@ -238,7 +240,7 @@ class _Groups:
         """Whether a call is faster than the ops of a group."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
-        sizes = (max(map(self._elements, (n.name, *editor.tensor_inputs(n)))) for n in computing)
+        sizes = (max(map(self._elements, (n.name, *tensor_inputs(n)))) for n in computing)
         return sum(size >= _LEAST_ELEMENTS for size in sizes) >= least
 
     # ---- Recomputation ---------------------------------------------------------------------------
@@ -304,45 +306,48 @@ class _Groups:
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-def _insert(graph: editor.GraphEditor, group: Sequence[str], body: _Body) -> None:
+def _insert(graph: Body, group: Sequence[str], function: _Function) -> None:
     """Adds the call of a group; nodes with outside consumers pass on its results."""
     nodes = [graph.by_name[name] for name in group]
     inside = {f"^{name}" for name in group}
-    every = (name for node in nodes for name in editor.control_inputs_of(node))
+    every = (name for node in nodes for name in control_inputs_of(node))
     waits = dict.fromkeys(name for name in every if name not in inside)
-    inputs, attrs = [*body.given, *waits], {**body.call_attrs, _COMPILED: True}
+    inputs, attrs = [*function.given, *waits], {**function.call_attrs, _COMPILED: True}
     name, device = f"{group[0]}{_CALL}", nodes[0].device
     call = graph.by_name[graph.add(name, "PartitionedCall", inputs, device=device, **attrs)]
     ports = itertools.count()
-    for name, dtypes in body.dtypes_of_results.items():
+    for name, dtypes in function.dtypes_of_results.items():
         node = graph.by_name[name]
         given = [graph.tensor(call, next(ports)) for _ in dtypes]
         graph.set_inputs(node, ())  # The call waits for what it waited for.
         if len(given) > 1:
             graph.become(node, "IdentityN", given, T=dtypes)
-        elif editor.SHAPES in node.attr:
-            shape = tf.compat.v1.AttrValue(shape=node.attr[editor.SHAPES].list.shape[0])
+        elif SHAPES in node.attr:
+            shape = tf.compat.v1.AttrValue(shape=node.attr[SHAPES].list.shape[0])
             graph.become(node, "EnsureShape", given, T=dtypes[0], shape=shape)
         else:
             graph.become(node, "Identity", given, T=dtypes[0])
 
 
-def _call_attrs(graph: editor.GraphEditor, made: dict[bytes, str], function: Any) -> dict[str, Any]:
-    """The attributes of a call of a function, which is added unless an identical one exists."""
-    key = function.SerializeToString(deterministic=True)
-    library = graph.graph.library.function
-    if key not in made:
-        made[key] = structures.free_name("fused", {each.signature.name for each in library})
-        library.add().CopyFrom(function)
-        library[-1].signature.name = made[key]
-    called = tf.compat.v1.AttrValue()
-    called.func.name = made[key]
-    taken, given = function.signature.input_arg, function.signature.output_arg
-    types = {"Tin": taken, "Tout": given}
-    return {"f": called, **{k: [tf.as_dtype(arg.type) for arg in v] for k, v in types.items()}}
+class _Library:
+    """The functions that calls are added for, each once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._made: dict[bytes, str] = {}
+
+    def call_attrs(self, definition: Any) -> dict[str, Any]:
+        """The attributes of a call of a function, which is added unless an identical one exists."""
+        key = definition.SerializeToString(deterministic=True)
+        if key not in self._made:
+            self._made[key] = self._graph.add_function(definition, "fused")
+        called = tf.compat.v1.AttrValue()
+        called.func.name = self._made[key]
+        types = {"Tin": definition.signature.input_arg, "Tout": definition.signature.output_arg}
+        return {"f": called, **{k: [tf.as_dtype(arg.type) for arg in v] for k, v in types.items()}}
 
 
-class _Body:
+class _Function:
     """A function that computes the nodes of a group in float32, with names of its own.
 
     Attributes:
@@ -351,10 +356,9 @@ class _Body:
         dtypes_of_results: The output dtypes of each node with outside consumers.
     """
 
-    def __init__(self, groups: _Groups, number: int, made: dict[bytes, str]) -> None:
-        self._known, self._graph, self._made = groups.known, groups.graph, made
-        function = tf.compat.v1.GraphDef().library.function.add()
-        self._body = editor.GraphEditor(function)
+    def __init__(self, groups: _Groups, number: int, library: _Library) -> None:
+        self._known, self._graph, self._library = groups.known, groups.graph, library
+        self._body = Body(tf.compat.v1.GraphDef().library.function.add())
         self.given: list[str] = []
         self._spelled: dict[str, str] = {}
         own = (name for name in groups.own[number] if name not in groups.staying)
@@ -365,18 +369,18 @@ class _Body:
         self.dtypes_of_results = {name: dtypes[name] for name in results}
         for name in results:
             for port, dtype in enumerate(dtypes[name]):
-                result = function.signature.output_arg.add(type=dtype.as_datatype_enum)
-                result.name = f"result{len(function.ret)}"
+                result = f"result{len(self._body.results)}"
                 wide = self._spelled[self._graph.tensor(self._graph.by_name[name], port)]
-                function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
+                tensor = self._cast(wide, _wide(dtype), dtype)
+                self._body.add_result(result, dtype.as_datatype_enum, tensor)
         for attr in (_COMPILED, "_noinline"):
-            function.attr[attr].b = True
-        self.call_attrs = _call_attrs(self._graph, made, function)
+            self._body.definition.attr[attr].b = True
+        self.call_attrs = library.call_attrs(self._body.definition)
 
     def _add(self, node: Any, stored: bool = False) -> list[tf.DType]:
         """Adds the ops that compute a node; returns its output dtypes in the graph."""
         own = self._body.signature(node)
-        taken = zip(editor.tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
+        taken = zip(tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
         inputs = [self._tensor(name, dtype) for name, dtype in taken]
         dtypes = _dtypes(node, own, own.outputs)
         made = self._computed(node, inputs)
@@ -398,10 +402,10 @@ class _Body:
             return self._chosen(_CHOOSES[node.op], *inputs)
         if node.op == _CROSS_ENTROPY:
             function = _cross_entropy_function(node.attr["Tlabels"].type)
-            attrs = _call_attrs(self._graph, self._made, function)
+            attrs = self._library.call_attrs(function)
             return self._op("PartitionedCall", inputs, **attrs)
         attrs = {k: v for k, v in node.attr.items() if not k.startswith("_")}
-        low = [k for k in _COMPUTED_IN if k in attrs and attrs[k].type in editor.LOW_TYPES]
+        low = [k for k in _COMPUTED_IN if k in attrs and attrs[k].type in LOW_TYPES]
         return self._op(node.op, inputs, **attrs | dict.fromkeys(low, tf.float32))
 
     def _overflowed(self, tensor: str) -> str:
@@ -432,7 +436,7 @@ class _Body:
             self._add(self._graph.by_name[name])
         if tensor not in self._spelled:
             given = f"given{len(self.given)}"
-            self._body.graph.signature.input_arg.add(name=given, type=dtype.as_datatype_enum)
+            self._body.add_argument(given, dtype.as_datatype_enum)
             self.given.append(tensor)
             self._spelled[tensor] = self._cast(given, dtype, _wide(dtype))
         return self._spelled[tensor]
@@ -453,7 +457,7 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
-def _dtypes(node: Any, own: editor.OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
+def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
     """The dtype of each input or output of a node."""
     found: list[tf.DType] = []
     for arg in arguments:

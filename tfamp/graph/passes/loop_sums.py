@@ -14,8 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.editor import FLOAT32_TYPE, SHAPES, GraphEditor, attribute, control_inputs_of
-from tfamp.graph.loops import Loop, own_loops
+from tfamp.graph.body import Body
+from tfamp.graph.graph import Graph
+from tfamp.graph.loops import Loop
+from tfamp.graph.nodes import SHAPES, attribute, control_inputs_of
+from tfamp.graph.ops import FLOAT32_TYPE
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import node_name, reach
@@ -56,7 +59,7 @@ class _Sum:
         return bool(rows * (first + second) < first * second)
 
 
-def run(graph: GraphEditor, options: RewriteOptions) -> None:
+def run(graph: Graph, options: RewriteOptions) -> None:
     """Hoists sums of products of rows out of the loops of gradients, in place.
 
     Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of an
@@ -64,7 +67,7 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
     from a list that an earlier loop pushed to: the size of that list bounds the number of rows,
     which XLA requires. Loops in functions and fetched ones stay.
     """
-    loops = {loop.node.name: loop for loop in own_loops(graph)}
+    loops = {loop.node.name: loop for loop in graph.own_loops()}
     for loop in loops.values():
         length = _most_rounds(loop, loops) if loop.is_single else None
         sums = list(_sums(loop)) if length else []
@@ -89,7 +92,7 @@ def _most_rounds(loop: Loop, loops: Mapping[str, Loop]) -> str | None:
     return next(filter(None, lengths), None)
 
 
-def _length(tensor: str, graph: GraphEditor, loops: Mapping[str, Loop]) -> str | None:
+def _length(tensor: str, graph: Body, loops: Mapping[str, Loop]) -> str | None:
     """The maximal length of a list that a loop has pushed its elements to."""
     loop, place = loops.get(node_name(tensor)), graph.port(tensor)
     if loop is None or not 0 <= place < len(loop.variables):
@@ -108,7 +111,7 @@ def _is_one_list(loop: Loop, variable: int) -> bool:
         node = loop.body.by_name.get(node_name(tensor))
         return node.input[:1] if node is not None and node.op in _PASSING else ()
 
-    *_, start = reach([loop.body.graph.ret[result.name]], made_of)
+    *_, start = reach([loop.body.returned[result.name]], made_of)
     return bool(start == argument.name)
 
 
@@ -121,7 +124,7 @@ def _sums(loop: Loop) -> Iterator[_Sum]:
         is_free = body.uses(argument.name) == 1 and not loop.is_tested(i)
         if argument.type != FLOAT32_TYPE or not is_free:
             continue
-        end, copies = _past_copies(body, body.graph.ret[result.name])
+        end, copies = _past_copies(body, body.returned[result.name])
         total = body.by_name.get(node_name(end))
         if total is None or total.op not in _ADDING or not _is_free(body, total, 2):
             continue
@@ -134,7 +137,7 @@ def _sums(loop: Loop) -> Iterator[_Sum]:
             yield _Sum(i, term, total, copies, dims)
 
 
-def _past_copies(body: GraphEditor, tensor: str) -> tuple[str, list[Any]]:
+def _past_copies(body: Body, tensor: str) -> tuple[str, list[Any]]:
     """The origin of a tensor past Identities with no other consumers, and these Identities."""
     copies = []
     while (node := body.by_name.get(node_name(tensor))) is not None and node.op == "Identity":
@@ -145,12 +148,12 @@ def _past_copies(body: GraphEditor, tensor: str) -> tuple[str, list[Any]]:
     return tensor, copies
 
 
-def _is_free(body: GraphEditor, node: Any, inputs: int) -> bool:
+def _is_free(body: Body, node: Any, inputs: int) -> bool:
     """Whether a node has one consumer, so many inputs, and no control inputs."""
     return body.uses(node.name) == 1 and len(node.input) == inputs and not control_inputs_of(node)
 
 
-def _row_dims(body: GraphEditor, term: Any) -> list[list[int]]:
+def _row_dims(body: Body, term: Any) -> list[list[int]]:
     """The dimensions of a node's inputs, if it reduces rows and they are known; else []."""
     is_product = term.op == _PRODUCT
     transposed = attribute(term, "transpose_a").b and not attribute(term, "transpose_b").b
@@ -179,7 +182,7 @@ def _add_up_behind(loop: Loop, sums: Sequence[_Sum], length: str) -> None:
         outputs = {graph.tensor(node, each.variable), f"{node.name}:{each.variable}"}
         graph.rewire(dict.fromkeys(outputs, total))
         argument, result = loop.variables[each.variable]
-        body.graph.ret[result.name] = argument.name
+        body.returned[result.name] = argument.name
     body.drop({n.name for each in sums for n in (each.term, each.total, *each.copies)})
 
 
@@ -192,7 +195,7 @@ def _keep_rows(loop: Loop, tensor: str, dims: Sequence[int], length: str) -> str
     start = graph.add(f"{wanted}/list", "EmptyTensorList", [shape, length], (), device, **_LISTS)
     place = loop.new_place
     name = loop.add_variable(start, _VARIANT, own)
-    body.graph.ret[name] = body.add(
+    body.returned[name] = body.add(
         f"{own}/push", "TensorListPushBack", [name, tensor], (), element_dtype=tf.float32
     )
     lengths = graph.constant(f"{wanted}/lengths", [], device, tf.int64)

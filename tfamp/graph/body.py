@@ -1,247 +1,73 @@
-"""Nodes of a GraphDef: names of their tensors, signatures of their ops, and edits in place.
-
-The definitions of ops come from TensorFlow's registry, or from a graph's function library: a
-function may be called by its name, like an op.
-"""
+"""One body of a graph, the graph itself or a function: its nodes, and edits of them in place."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.interop import tf_private
-from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, RESULT, free_name, node_name, op_types
-
-# The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
-SHAPES = "_output_shapes"
-
-
-def is_control(name: str) -> bool:
-    """Whether an input is a node that is waited for ("^node"), not a tensor."""
-    return name.startswith("^")
-
-
-def tensor_inputs(node: Any) -> list[str]:
-    """Returns the tensors that a node takes."""
-    return [name for name in node.input if not is_control(name)]
-
-
-def control_inputs_of(node: Any) -> list[str]:
-    """Returns the inputs that a node only waits for."""
-    return [name for name in node.input if is_control(name)]
-
-
-# ---- Signatures of ops ---------------------------------------------------------------------------
-
-# The type attribute the successors have in addition.
-STATISTICS_ATTR = "U"
-
-# Ops that run Python, which may do anything to a variable.
-PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
-# What writes variables besides Assign..VariableOp, ResourceApply.. and ResourceScatter..
-_OTHER_WRITES = frozenset(
-    {"AssignVariableXlaConcatND", "ResourceCountUpTo", "ResourceStridedSliceAssign"}
+from tfamp.graph.nodes import (
+    SHAPES,
+    called_by,
+    control_inputs_of,
+    may_name_functions,
+    named_functions,
 )
+from tfamp.graph.ops import (
+    OLD_CONTROL_FLOW,
+    OpSignature,
+    first_ports,
+    registered_signature,
+    signature,
+)
+from tfamp.planning.structures import MAIN_GRAPH, RESULT, free_name, node_name, reach
 
-
-class OpSignature(NamedTuple):
-    """Arguments and type attributes of an op.
-
-    Attributes:
-        inputs: The `OpDef.ArgDef`s of its inputs, shared by all callers: not to be changed.
-        outputs: The same of its outputs.
-        allowed: For each type attribute, lists of types included, the dtypes it may be; None
-            stands for any.
-        lists: The type attributes that are lists.
-        defaults: Default values of attributes a node may leave out: a dtype, a tuple or a number.
-        numbers: Attributes that hold the number of tensors of an argument.
-        deciding: The type attributes and these.
-        uses_references: Whether an argument is a reference to a variable's memory.
-    """
-
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    allowed: Mapping[str, frozenset[str] | None]
-    lists: frozenset[str]
-    defaults: Mapping[str, Any]
-    numbers: frozenset[str]
-    deciding: tuple[str, ...]
-    uses_references: bool
-
-    def value(self, node: Any, attr: str, otherwise: Any = None) -> Any:
-        """Returns an attribute of a node as a plain value, or its default if it is left out."""
-        given = _plain(node.attr[attr]) if attr in node.attr else None
-        return self.defaults.get(attr, otherwise) if given is None else given
-
-
-def signature(definition: Any) -> OpSignature:
-    """Returns the signature that an `OpDef` defines."""
-    arguments = (*definition.input_arg, *definition.output_arg)
-    types = [attr for attr in definition.attr if attr.type in ("type", "list(type)")]
-    given = [attr for attr in definition.attr if attr.HasField("default_value")]
-    allowed = {attr.name: _allowed(attr) for attr in types}
-    numbers = frozenset(arg.number_attr for arg in arguments) - {""}
-    return OpSignature(
-        inputs=tuple(definition.input_arg),
-        outputs=tuple(definition.output_arg),
-        allowed=allowed,
-        lists=frozenset(attr.name for attr in types if attr.type == "list(type)"),
-        defaults={attr.name: _plain(attr.default_value) for attr in given},
-        numbers=numbers,
-        deciding=(*allowed, *sorted(numbers)),
-        uses_references=any(arg.is_ref for arg in arguments),
-    )
-
-
-@functools.cache
-def registered_signature(op: str) -> OpSignature | None:
-    """Returns the signature of an op type, or of its successor; None if TensorFlow knows none."""
-    definition = tf_private.op_definition(SUCCESSORS.get(op, op))
-    own = None if definition is None else signature(definition)
-    if own is None or op not in SUCCESSORS:
-        return own
-    return own._replace(defaults={**own.defaults, STATISTICS_ATTR: FLOAT32})
-
-
-def _plain(value: Any) -> Any:
-    """An `AttrValue` as a plain value: a dtype's name, a tuple of these, or a number.
-
-    Other kinds of attributes decide no dtype: they are None.
-    """
-    kind = value.WhichOneof("value")
-    if kind == "type":
-        return tf_private.dtype_name(value.type)
-    if kind == "i":
-        return value.i
-    if kind == "list":
-        return tuple(tf_private.dtype_name(each) for each in value.list.type)
-    return None
-
-
-def writes_variable(op: str) -> bool:
-    """Whether an op assigns or updates variables."""
-    if op in _OTHER_WRITES or (op.startswith("Assign") and op.endswith("VariableOp")):
-        return True
-    return op.startswith(("ResourceApply", "ResourceSparse", "ResourceScatter"))
-
-
-def first_ports(own: OpSignature, node: Any) -> dict[str, int]:
-    """Returns which output of a node is the first of each output its op names."""
-    values = (own.value(node, arg.type_list_attr or arg.number_attr, 1) for arg in own.outputs)
-    counts = (len(value) if isinstance(value, tuple) else int(value or 0) for value in values)
-    firsts = itertools.accumulate(counts, initial=0)
-    return {arg.name: first for arg, first in zip(own.outputs, firsts, strict=False)}
-
-
-def _allowed(attr: Any) -> frozenset[str] | None:
-    if not attr.HasField("allowed_values"):
-        return None
-    return frozenset(tf_private.dtype_name(each) for each in attr.allowed_values.list.type)
-
-
-# Options that registered kernels refuse at run time. A CPU's float16 kernels of these ops are
-# TensorFlow's own; its float32 and bfloat16 kernels are oneDNN's, which support all options. The
-# former do not support dilation. Conv2D's kernel does, but its gradients, which TensorFlow adds in
-# the dtype of the op, do not.
-_NOT_DILATED = op_types("""
-    Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2
-    Conv3DBackpropInputV2 DepthwiseConv2dNative
-""")
-# These support NHWC only.
-_CHANNELS_LAST = _NOT_DILATED | {
-    "AvgPool",
-    "AvgPoolGrad",
-    "DepthwiseConv2dNativeBackpropFilter",
-    "DepthwiseConv2dNativeBackpropInput",
-    "MaxPool",
-    "MaxPoolGrad",
-}
-
-
-def refused_options(node: Any) -> tuple[bool, bool]:
-    """Whether a node is NCHW, and whether it dilates its filter."""
-    attr = node.attr if node.op in _CHANNELS_LAST else {}
-    first = "data_format" in attr and attr["data_format"].s.startswith(b"NC")
-    dilated = node.op in _NOT_DILATED and "dilations" in attr
-    return first, dilated and any(each > 1 for each in attr["dilations"].list.i)
-
-
-# ---- Edits ---------------------------------------------------------------------------------------
-
-FLOAT32_TYPE = tf.float32.as_datatype_enum
-LOW_TYPES = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
-FLOAT_TYPES = LOW_TYPES | {FLOAT32_TYPE}
 _COLOCATION, _WITH = "_class", "loc:@"
-_NOTHING = tf.compat.v1.AttrValue()
 
 
-def attribute(node: Any, name: str) -> Any:
-    """Returns an attribute of a node, an empty one if it has none: reading `attr` would add it."""
-    return node.attr.get(name, _NOTHING)
-
-
-class GraphEditor:
-    """Adds, replaces, rewires and drops nodes of one body of a graph, in place.
+class Body:
+    """The nodes of one body of a graph: reads, adds, replaces, rewires and drops them, in place.
 
     A body is the graph itself or a function of its library. The name of a tensor is "node" or
     "node:1" in a graph, and "node:output:0", with the op's name of the output, in a function.
 
     Args:
-        graph: A `tf.compat.v1.GraphDef`, or a function of one.
+        definition: A `tf.compat.v1.GraphDef`, or a function of one.
+        functions: The functions of the graph by name, which all its bodies share.
         kept: Tensors or nodes of the graph that are used from outside.
-        library: The editors of the other functions, for one that is a function.
 
     Attributes:
-        graph: The graph or function.
+        definition: The graph or function.
+        functions: The functions of the graph by name.
         is_function: Whether it is a function.
         nodes: Its nodes.
-        library: The editors of the graph's functions, by name, which all bodies share.
-        weights: Arguments of loops' functions that hold weights, as (function, argument).
     """
 
     def __init__(
-        self, graph: Any, kept: Iterable[str] = (), library: dict[str, GraphEditor] | None = None
+        self,
+        definition: Any,
+        functions: Mapping[str, Body] | None = None,
+        kept: Iterable[str] = (),
     ) -> None:
-        self.graph = graph
-        self.is_function = hasattr(graph, "node_def")
-        self.nodes = graph.node_def if self.is_function else graph.node
-        self.library = {} if library is None else library
-        for each in () if self.is_function else graph.library.function:
-            self.library[each.signature.name] = GraphEditor(each, (), self.library)
-        self.weights: set[tuple[str, str]] = set()
+        self.definition = definition
+        self.functions = {} if functions is None else functions
+        self.is_function = hasattr(definition, "node_def")
+        self.nodes = definition.node_def if self.is_function else definition.node
         self._fetched = frozenset(map(node_name, kept))
         self._respelled: dict[str, str] = {}
 
-    def copy_function(self, name: str) -> str:
-        """Copies a function of the library; returns the name of the copy."""
-        copy = self.graph.library.function.add()
-        copy.CopyFrom(self.library[name].graph)
-        copy.signature.name = free_name(name, self.library)
-        self.library[copy.signature.name] = GraphEditor(copy, (), self.library)
-        return str(copy.signature.name)
+    # ---- Nodes -----------------------------------------------------------------------------------
 
     @property
     def scope(self) -> str:
         """Name of the function; "" for the graph itself."""
-        return str(self.graph.signature.name) if self.is_function else MAIN_GRAPH
-
-    @property
-    def bodies(self) -> tuple[GraphEditor, ...]:
-        """The graph and its functions."""
-        return self, *self.library.values()
-
-    def body(self, scope: str) -> GraphEditor:
-        """Returns the editor of a function by name, or of the graph for ""."""
-        return self.library[scope] if scope else self
+        return str(self.definition.signature.name) if self.is_function else MAIN_GRAPH
 
     @functools.cached_property
     def by_name(self) -> dict[str, Any]:
@@ -278,42 +104,107 @@ class GraphEditor:
         """Names of the nodes that are used from outside."""
         if not self.is_function:
             return self._fetched
-        results = itertools.chain(self.graph.ret.values(), self.graph.control_ret.values())
+        results = itertools.chain(self.returned.values(), self.definition.control_ret.values())
         return frozenset(map(node_name, results))
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments of the function; a graph has none."""
+        return self.definition.signature.input_arg if self.is_function else ()
+
+    @property
+    def results(self) -> Any:
+        """The results of the function; a graph has none."""
+        return self.definition.signature.output_arg if self.is_function else ()
+
+    @property
+    def returned(self) -> Any:
+        """The tensor of each result of the function by its name."""
+        return self.definition.ret if self.is_function else {}
+
+    @property
+    def has_old_control_flow(self) -> bool:
+        """Whether it has control flow of TensorFlow 1."""
+        return not OLD_CONTROL_FLOW.isdisjoint(self.by_op)
 
     def named(self, name: str) -> Any:
         """Returns the node of a name, or the argument or result (`RESULT`) of the function."""
         node = self.by_name.get(name)
         if node is not None or not self.is_function:
             return node
-        signature, own = self.graph.signature, name.removeprefix(RESULT)
-        arguments = signature.input_arg if own == name else signature.output_arg
-        return next((each for each in arguments if each.name == own), None)
+        own = name.removeprefix(RESULT)
+        entries = self.arguments if own == name else self.results
+        return next((each for each in entries if each.name == own), None)
 
     def taken(self, name: str) -> list[str]:
         """Returns the inputs of a node, or of a result (`RESULT`)."""
         if name.startswith(RESULT):
-            return [self.graph.ret[name.removeprefix(RESULT)]]
+            return [self.returned[name.removeprefix(RESULT)]]
         return list(self.by_name[name].input)
 
     def uses(self, name: str) -> int:
         """Returns how often a node is used, from outside included."""
         return len(self.consumers[name]) + (name in self.kept)
 
-    def signature(self, node: Any) -> OpSignature:
-        """Returns the signature of a node's op; a RewriteError names an op that is not known."""
-        if node.op in self.library:
-            return signature(self.library[node.op].graph.signature)
-        own = registered_signature(node.op)
-        if own is None:
-            cause = "TensorFlow does not know this op; load its library before the rewrite"
-            raise self.error(node, cause)
-        return own
+    def ancestors(self, names: Iterable[str], fed: Iterable[str] = ()) -> set[str]:
+        """Returns the nodes that some tensors or nodes depend on, themselves included.
+
+        Nodes that are fed depend on nothing; names of no node are left out.
+        """
+        nodes, ends = self.by_name, set(map(node_name, fed))
+
+        def taken(name: str) -> Iterator[str]:
+            inputs = () if name in ends else nodes[name].input
+            return filter(nodes.__contains__, map(node_name, inputs))
+
+        return set(reach(filter(nodes.__contains__, map(node_name, names)), taken))
 
     def error(self, node: Any, cause: str) -> RewriteError:
         """Returns an error that names a node and its function."""
         place = f" of function {self.scope!r}" if self.is_function else ""
         return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
+
+    # ---- Called functions ------------------------------------------------------------------------
+
+    @property
+    def callers(self) -> list[Any]:
+        """The nodes that may call functions."""
+        ops = (op for op in self.by_op if op in self.functions or may_name_functions(op))
+        return self.of_types(*list(ops))
+
+    def calls(self) -> Iterator[str]:
+        """The names by which its nodes may call functions."""
+        return itertools.chain.from_iterable(map(called_by, self.callers))
+
+    def reached(self, names: Iterable[str]) -> list[Body]:
+        """The functions of the graph that these call, directly or not, with their own names."""
+        functions = self.functions
+
+        def called(name: str) -> Iterator[str]:
+            return filter(functions.__contains__, functions[name].calls())
+
+        return [functions[name] for name in reach(filter(functions.__contains__, names), called)]
+
+    def rename_calls(self, names: Container[str], suffix: str) -> None:
+        """Appends a suffix to the names of some functions where nodes call them."""
+        for node in self.callers:
+            for _, called in named_functions(node):
+                if called.name in names:
+                    called.name += suffix
+            if node.op in names:
+                self.set_op(node, f"{node.op}{suffix}")
+
+    # ---- Tensors ---------------------------------------------------------------------------------
+
+    def signature(self, node: Any) -> OpSignature:
+        """Returns the signature of a node's op; a RewriteError names an op that is not known."""
+        if node.op in self.functions:
+            return signature(self.functions[node.op].definition.signature)
+        own = registered_signature(node.op)
+        if own is None:
+            cause = "TensorFlow does not know this op; load its library before the rewrite"
+            raise self.error(node, cause)
+        return own
 
     def tensor(self, node: Any, port: int = 0) -> str:
         """Returns the name of an output of a node."""
@@ -350,19 +241,23 @@ class GraphEditor:
 
     def _argument_attrs(self, name: str) -> Any:
         """The attributes of an argument of the function."""
-        arguments = self.graph.signature.input_arg if self.is_function else ()
-        position = next((i for i, each in enumerate(arguments) if each.name == name), -1)
-        known = position in self.graph.arg_attr if arguments else False
-        return self.graph.arg_attr[position].attr if known else {}
+        places = {each.name: position for position, each in enumerate(self.arguments)}
+        return self.argument_attrs(places[name]) if name in places else {}
+
+    def argument_attrs(self, position: int) -> Any:
+        """The attributes of an argument of the function by its position, {} if it has none."""
+        known = self.is_function and position in self.definition.arg_attr
+        return self.definition.arg_attr[position].attr if known else {}
 
     def free_name(self, wanted: str) -> str:
         """Returns a name that no node and no argument or result of the function has."""
         wanted = node_name(wanted)  # In a broken graph a node may have the name of a tensor.
         if not self.is_function:
             return free_name(wanted, self.by_name)
-        signature = self.graph.signature
-        taken = dict.fromkeys(each.name for each in (*signature.input_arg, *signature.output_arg))
+        taken = dict.fromkeys(each.name for each in (*self.arguments, *self.results))
         return free_name(wanted, ChainMap(self.by_name, taken))
+
+    # ---- Edits -----------------------------------------------------------------------------------
 
     def add(
         self,
@@ -417,8 +312,7 @@ class GraphEditor:
         before = self.tensor(node)
         for name in [name for name in node.attr if not name.startswith("_")]:
             del node.attr[name]
-        node.op = op
-        self.by_op[op].append(node)
+        self.set_op(node, op)
         self.set_inputs(node, [*inputs, *control_inputs_of(node)])
         self._fill(node, dims, attrs)
         if self.tensor(node) != before:
@@ -438,8 +332,14 @@ class GraphEditor:
         users = {each for tensor in spelled for each in self.consumers[node_name(tensor)]}
         for node in (self.by_name[name] for name in sorted(users)):
             self.set_inputs(node, [spelled.get(name, name) for name in node.input])
-        for name, tensor in list(self.graph.ret.items() if self.is_function else ()):
-            self.graph.ret[name] = spelled.get(tensor, tensor)
+        for name, tensor in list(self.returned.items()):
+            self.returned[name] = spelled.get(tensor, tensor)
+
+    def set_op(self, node: Any, op: str) -> None:
+        """Gives a node another op type."""
+        if node.op != op:
+            self.by_op[op].append(node)
+            node.op = op
 
     def set_inputs(self, node: Any, inputs: Iterable[str]) -> None:
         """Gives a node other inputs."""
@@ -455,7 +355,7 @@ class GraphEditor:
         """Connects a tensor to inputs of nodes, and to results of the function (`RESULT`)."""
         for consumer, position in consumers:
             if consumer.startswith(RESULT):
-                self.graph.ret[consumer.removeprefix(RESULT)] = tensor
+                self.returned[consumer.removeprefix(RESULT)] = tensor
             else:
                 node = self.by_name[consumer]
                 inputs = list(node.input)
@@ -476,11 +376,36 @@ class GraphEditor:
         if names:
             self.replace_nodes(left())
 
+    def keep(self, names: Set[str]) -> None:
+        """Removes all other nodes, as `drop` does."""
+        self.drop(self.by_name.keys() - names)
+
     def replace_nodes(self, left: Iterable[Any]) -> None:
         """Replaces all nodes."""
-        replace_nodes(self.nodes, left)
+        refill(self.nodes, left)
         for name in ("by_name", "by_op", "consumers"):
             self.__dict__.pop(name, None)
+
+    def add_argument(
+        self, name: str, dtype: int, place: int | None = None, shapes: Any = None
+    ) -> None:
+        """Adds an argument to the function, before the one that is at a position now."""
+        place = len(self.arguments) if place is None else place
+        for table in (self.definition.arg_attr, self.definition.resource_arg_unique_id):
+            _make_room(table, place)
+        _insert(self.arguments, place, name, dtype)
+        if shapes is not None:
+            self.definition.arg_attr[place].attr[SHAPES].CopyFrom(shapes)
+
+    def add_result(self, name: str, dtype: int, tensor: str, place: int | None = None) -> None:
+        """Adds a result to the function, before the one that is at a position now."""
+        _insert(self.results, len(self.results) if place is None else place, name, dtype)
+        self.returned[name] = tensor
+
+    def add_control_result(self, name: str, node: str) -> None:
+        """Has the function run a node that no result depends on."""
+        self.definition.signature.control_output.append(name)
+        self.definition.control_ret[name] = node
 
     def _fill(self, node: Any, dims: Iterable[int] | None, attrs: Mapping[str, Any]) -> None:
         for name, value in attrs.items():
@@ -512,8 +437,26 @@ def _attr_value(value: Any) -> Any:
     return make(list=make.ListValue(type=types, i=[] if types else value))
 
 
-def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
-    """Replaces the nodes of a graph or a function."""
+def _insert(entries: Any, place: int, name: str, dtype: int) -> None:
+    """Inserts an argument or result of a function."""
+    if place >= len(entries):
+        entries.add(name=name, type=dtype)
+    else:
+        entries.insert(place, type(entries[place])(name=name, type=dtype))
+
+
+def _make_room(table: Any, place: int) -> None:
+    """Shifts the entries of a protobuf map of arguments by one from a position on."""
+    for position in sorted((each for each in table if each >= place), reverse=True):
+        value = table.pop(position)
+        if hasattr(value, "SerializeToString"):
+            table[position + 1].CopyFrom(value)
+        else:
+            table[position + 1] = value
+
+
+def refill(entries: Any, left: Iterable[Any]) -> None:
+    """Replaces the entries of a repeated field, such as the nodes of a graph."""
     kept = list(left)
-    del nodes[:]
-    nodes.extend(kept)
+    del entries[:]
+    entries.extend(kept)
