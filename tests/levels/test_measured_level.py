@@ -9,7 +9,7 @@ import tfamp
 from helpers import level_models
 from helpers.graph_asserts import op_dtypes
 from tfamp.machine import hardware
-from tfamp.rewriting import tuning
+from tfamp.rewriting import measured_runs, tuning
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def timed(monkeypatch):
         return "bfloat16" not in set().union(*found.values())
 
     monkeypatch.setattr(tuning, "compare_candidates", compare)
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
     return seconds, measured
 
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.rewriting import tuning
+from tfamp.rewriting import measured_runs
 from tfamp.rewriting.choice_cache import fingerprint, keras_program
 
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 2), "float32")
@@ -33,7 +33,7 @@ def runs(monkeypatch):
         found.append(call)
         return 2.0 if call.func.settings.dtype == "float32" else 1.0
 
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
     return found
 
 

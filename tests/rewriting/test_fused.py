@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.tolerances import assert_close
-from tfamp.rewriting import tuning
+from tfamp.rewriting import measured_runs, tuning
 
 WIDTH = 64
 ROWS = 256
@@ -25,7 +25,7 @@ def fused_wins(monkeypatch):
         call()
         return 1.0 if placement_of(call.func) == "fused" else 2.0
 
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
 
 
 def placement_of(function):

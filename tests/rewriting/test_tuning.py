@@ -19,8 +19,8 @@ from helpers.seeds import set_random_seed
 from helpers.tolerances import assert_close
 from tfamp.core.profile import builtin_profile
 from tfamp.interop import keras_hooks
-from tfamp.rewriting import pipeline, tuning
-from tfamp.rewriting.tuning import TuneReport, TuneRow
+from tfamp.rewriting import measured_runs, pipeline, tuning
+from tfamp.rewriting.tune_report import TuneReport, TuneRow
 
 CANDIDATES = ("float32", "lists", "min_cut")
 WIDTH = 16
@@ -94,7 +94,7 @@ def timed(monkeypatch):
         call()
         return seconds.get(candidate_of(call), 9.0)
 
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
     return seconds
 
 
@@ -127,7 +127,7 @@ def test_float32_is_timed_as_it_is_written(monkeypatch):
         ops[candidate_of(call)] = op_dtypes(call.func.get_concrete_function(*call.args))
         return 1.0
 
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
     tfamp.tune(make_step(make_model(), keras.optimizers.SGD()), *batch(), **QUICK)
     fused = {name: "FusedBatchNormV3" in found for name, found in ops.items()}
     assert fused == {"float32": False, "lists": True}
@@ -307,7 +307,7 @@ def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
 )
 def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monkeypatch):
     clock = itertools.chain(*((1.0, each) for each in seconds))
-    monkeypatch.setattr(tuning, "together", lambda call, count: next(clock))
+    monkeypatch.setattr(measured_runs, "together", lambda call, count: next(clock))
     report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists"], rounds=len(seconds))
     assert report.chosen.candidate == chosen
 
@@ -330,7 +330,7 @@ def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, 
         runs[placement] += 1
         return 2.0 if placement == "float32" else 1.0 + runs[placement] % 2 / 100
 
-    monkeypatch.setattr(tuning, "together", together)
+    monkeypatch.setattr(measured_runs, "together", together)
     options = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 8} | choices
     report = tfamp.tune(cut_layer, x, **options)
     assert runs == {"float32": 1, "lists": expected, "min_cut": expected}
@@ -338,8 +338,8 @@ def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, 
 
 
 def test_candidates_with_the_same_graph_are_timed_once(layer, x, timed, monkeypatch):
-    calls, together = [], tuning.together
-    monkeypatch.setattr(tuning, "together", lambda *run: calls.append(run) or together(*run))
+    calls, together = [], measured_runs.together
+    monkeypatch.setattr(measured_runs, "together", lambda *run: calls.append(run) or together(*run))
     report = tfamp.tune(layer, x, **QUICK)
     assert len(calls) == 2
     assert [row.same_as for row in report.rows] == ["", "", "lists"]
@@ -355,7 +355,8 @@ def test_a_candidate_that_compiles_too_long_is_dropped(cut_layer, x, timed, monk
     time = types.SimpleNamespace(
         monotonic=lambda: next(clock) if threading.get_ident() == here else 14
     )
-    monkeypatch.setattr(tuning, "time", time)
+    for module in (tuning, measured_runs):
+        monkeypatch.setattr(module, "time", time)
     report = tfamp.tune(cut_layer, x, **QUICK)
     assert report.dropped == ("lists",)
     assert [row.candidate for row in report.rows] == ["float32", "min_cut"]

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import one_of_each
 from helpers.seeds import set_random_seed
-from tfamp.rewriting import tuning
+from tfamp.rewriting import measured_runs
 
 CANDIDATES = ("float32", "lists", "min_cut")
 WIDTH = 4
@@ -125,7 +125,7 @@ def in_a_failing_run(program, monkeypatch):
 
 
 def stop_a_run(program, monkeypatch, stop):
-    together, turns, before = tuning.together, [], program.bits()
+    together, turns, before = measured_runs.together, [], program.bits()
 
     def stopped(call, count):
         together(call, count)
@@ -135,7 +135,7 @@ def stop_a_run(program, monkeypatch, stop):
             stop()
         return turns[-1]
 
-    monkeypatch.setattr(tuning, "together", stopped)
+    monkeypatch.setattr(measured_runs, "together", stopped)
 
 
 ENDS = {

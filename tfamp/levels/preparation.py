@@ -46,7 +46,9 @@ from tfamp.policy import Policy, prepares_data
 from tfamp.rewriting import tuning
 from tfamp.rewriting.choice_cache import keras_program
 from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.measured_runs import FUSED, Candidate
 from tfamp.rewriting.pipeline import traces_for_a_rewrite
+from tfamp.rewriting.tune_report import TuneReport, time_text
 from tfamp.torch_style.context import autocast
 from tfamp.training.scaling import build_optimizer
 
@@ -308,7 +310,7 @@ def _placement(model: Any, config: PrecisionConfig) -> str:
     is_open = config.level == "auto" and not config.placement and xla_works("")
     is_alone = model.distribute_strategy.num_replicas_in_sync == 1
     is_static = shapes and all(None not in shape for shape in shapes)
-    return tuning.FUSED if is_open and is_alone and is_static else config.rewrite_placement
+    return FUSED if is_open and is_alone and is_static else config.rewrite_placement
 
 
 def _finish(
@@ -578,7 +580,7 @@ def _measured_level(
         ways = tuning.candidates_of(_as_fit_traces(model, model.train_step), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen)
-            ways.append(tuning.Candidate("O2", _as_fit_traces(model, mixed)))
+            ways.append(Candidate("O2", _as_fit_traces(model, mixed)))
         with _keep_in_float32(kept):
             of_user = ({id(each) for each in kept}, chosen)
             numbers = [[id(each) in ids for ids in of_user] for each in layers_of(model)]
@@ -641,15 +643,15 @@ def _mixed_step(
     return step
 
 
-def _found(report: tuning.TuneReport, config: PrecisionConfig) -> EffectiveLevel:
+def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     chosen = report.chosen
     name = {FLOAT32: "O0", "O2": "O2"}.get(chosen.candidate, "O1")
     placement = chosen.candidate if name == "O1" else None
     found = dataclasses.replace(config, level=name, placement=placement)
     level = effective_level(found, hardware.detect())
-    times = tuning.time_text(chosen.seconds)
+    times = time_text(chosen.seconds)
     if name != "O0":
-        times += f" ({chosen.candidate}), and {tuning.time_text(report.rows[0].seconds)} in float32"
+        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
     how = f"the fastest on the example batch ({report.source})"
     reason = f"level: auto is {name}, {how}: a step takes {times}."
     # Measured, so a warning about a guess does not apply.

@@ -7,27 +7,32 @@ file are times and errors of the candidates. Nothing else of the program is stor
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 import tfamp
+from tfamp.core.errors import TfampWarning
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES
 from tfamp.graph.ops import FLOAT_TYPES
 from tfamp.interop.keras_hooks import decays, layers_of, rematerializes
+from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
+from tfamp.machine.hardware import keep_in_cache
 from tfamp.planning.structures import MAIN_GRAPH, node_name
+from tfamp.rewriting.tune_report import TuneRow
 
 VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
@@ -59,6 +64,49 @@ def choice_file(program: str, arguments: Mapping[str, Any]) -> Path | None:
         **{name: repr(value) for name, value in arguments.items()},
     }
     return hardware.cache_folder() / f"choice-{_hash(facts)[:20]}.json"
+
+
+# ---- The file ------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """The measured part of a report."""
+
+    rows: tuple[TuneRow, ...]
+    rounds: int
+    dropped: tuple[str, ...]
+    unseeded: tuple[str, ...]
+    source: str = "measured now"
+
+
+def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
+    """Reads a choice among candidates; a damaged file is a warning and counts as missing."""
+    try:
+        fields = json.loads("null" if path is None else path.read_text(encoding="utf-8"))
+        if fields is None:
+            return None
+        rows = tuple(map(TuneRow.of, fields["rows"]))
+        names = set(candidates)
+        (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
+        source = f"measured before, kept in {path}"
+        dropped, unseeded = tuple(fields["dropped"]), tuple(fields["unseeded"])
+        return Choice(rows, int(fields["rounds"]), dropped, unseeded, source)
+    except OSError:
+        return None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        text = f"{path} is damaged or not a file of tfamp's, so tune measures again: {error!r}"
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+        return None
+
+
+def keep_choice(path: Path | None, found: Choice) -> Choice:
+    """Writes a choice to its file; returns it with its origin."""
+    if path is None:
+        return found
+    fields = {name: value for name, value in found._asdict().items() if name != "source"}
+    text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in found.rows]})
+    costs = "The choice of tune cannot be kept, so the next start of the program measures again"
+    return found._replace(source=keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"'))
 
 
 def _hash(value: Any) -> str:

@@ -1,0 +1,333 @@
+"""Alternating runs of candidates of a function, each from the same state, and the choice.
+
+Every run starts from the same state, which is restored at the end, also after an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.errors import RewriteError
+from tfamp.core.options import checked_count, checked_number
+from tfamp.graph.observe import held_variables, put_back
+from tfamp.graph.passes.fusion import has_fused
+from tfamp.interop.tf_private import device_scope
+from tfamp.machine.profile_measure import together
+from tfamp.planning.structures import FLOAT32, RewritePlan
+from tfamp.rewriting import function_state
+from tfamp.rewriting.choice_cache import Choice
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.pipeline import TracedFunction
+from tfamp.rewriting.tune_report import TuneRow, is_within
+
+FUSED = "fused"
+ROUNDS, SECONDS = 10, 10.0
+# Rounds after the first are for candidates within the first factor of the fastest, those after the
+# second within the other one, and later ones for those not slower in three quarters of the rounds.
+# Choices: wide where one run of each is known, and twice the 8 % by which medians vary on a machine
+# that is not idle where two are. With them tune takes about three first calls.
+_FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
+# A candidate may always compile this many seconds longer than float32: short steps compile fast.
+_LEAST_LIMIT = 1.0
+# After so many times float32's first two calls no round begins, unless float32 may be the fastest:
+# all of tune is to take at most three first calls.
+_MOST_STARTS = 2.5
+# Short calls are repeated for this long in each round: a clock and a Python call take microseconds.
+_LEAST_SECONDS = 3e-3
+# At most so many, a choice: the state is not restored between them, and a train step moves on.
+_MOST_REPEATS = 30
+# The op of BatchNormalization layers in traces to rewrite; Keras has other ops in float32.
+_NORMALIZES = "FusedBatchNormV3"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a measurement; raises a TypeError or ValueError for a wrong one.
+
+    Attributes:
+        max_error: Largest error of a candidate to be chosen; None for any that is finite.
+        rounds: Largest number of times that a candidate is timed.
+        seconds: After so many no round begins, except the first ones.
+    """
+
+    max_error: float | None = None
+    rounds: int = ROUNDS
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        if self.max_error is not None:
+            error = checked_number("max_error", self.max_error, low=0.0, high=math.inf)
+            object.__setattr__(self, "max_error", error)
+        object.__setattr__(self, "rounds", checked_count("rounds", self.rounds))
+        seconds = checked_number("seconds", self.seconds, low=0.0, high=math.inf)
+        object.__setattr__(self, "seconds", seconds)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a function.
+
+    Attributes:
+        name: Its name in the report.
+        function: A `tf.function` for tuning alone.
+        best: The function to use afterwards, if it is not `function`.
+    """
+
+    name: str
+    function: Any
+    best: Any = None
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Run:
+    """A graph while it is measured: its trace, a call, the error and a time for each round.
+
+    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is the
+    time of its trace and its first call in seconds.
+    """
+
+    key: Any
+    trace: Any
+    call: Callable[[], Any]
+    low_nodes: int
+    names: list[str]
+    error: float = math.nan
+    first: float = 0.0
+    repeats: int = 0
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the times."""
+        return float(np.median(self.times))
+
+    def is_faster_than(self, other: Run) -> bool:
+        """Whether it took less time in three quarters of the common rounds: noise does in half.
+
+        Times of the same round are compared, as a slow phase of the machine slows both.
+        """
+        ratios = [mine / theirs for mine, theirs in zip(self.times, other.times, strict=False)]
+        return bool(np.percentile(ratios, 75) < 1.0)
+
+    def rows(self, is_chosen: bool) -> Iterator[TuneRow]:
+        """Yields a row for each candidate with this graph."""
+        first, *others = self.names
+        quartiles = (float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75)))
+        row = TuneRow(first, self.seconds, quartiles, self.error, is_chosen, self.low_nodes)
+        yield row
+        for name in others:
+            yield dataclasses.replace(row, candidate=name, chosen=False, same_as=first)
+
+
+class State:
+    """State that runs change: random states and variables of graphs, each noted once."""
+
+    def __init__(self, args: Sequence[Any], restore_randoms: Callable[[], None]) -> None:
+        self._args, self._restore_randoms = args, restore_randoms
+        self._known: dict[int, Any] = {}
+        self._held: list[tuple[Any, Any]] = []
+
+    def note(self, trace: Any) -> None:
+        """Notes the values of a trace's variables, before its first call."""
+        handles = {id(each): each for each in function_state.variables_of([trace], self._args)}
+        new = [handle for key, handle in handles.items() if key not in self._known]
+        self._held += held_variables(new)
+        self._known |= handles
+
+    def restore(self) -> None:
+        """Restores all that was noted."""
+        put_back(self._held)
+        self._restore_randoms()
+
+
+def measured(
+    candidates: Sequence[Candidate],
+    args: Sequence[Any],
+    state: State,
+    limits: Limits,
+    begin: float,
+) -> list[Run]:
+    """Traces candidates and times their runs, since a time; restores the state.
+
+    The first calls, which compile for seconds, are made in a thread, while this one traces.
+    """
+    bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
+    device = device_scope()
+    thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[Run]()
+    references: list[Any] = []
+
+    def call_first(run: Run) -> None:
+        with tf.device(device):
+            state.restore()
+            state.note(run.trace)
+            called = time.monotonic()
+            outputs = _float_tensors(run.trace(*args))
+            run.first += time.monotonic() - called
+            references.extend(outputs if run is runs[0] else ())
+            run.error = output_error(outputs, references)
+            bar.add(1)
+
+    try:
+        for run in _graphs(candidates, args, begin, lambda: wait(calls)):
+            runs.append(run)
+            calls.append(thread.submit(call_first, run))
+        for call in calls:
+            call.result()
+        order = [each.name for each in candidates]
+        runs.sort(key=lambda run: order.index(run.names[0]))
+        with tf.init_scope():  # A tape around it must not record the runs.
+            for run in itertools.chain.from_iterable(_rounds(runs, begin, limits)):
+                state.restore()
+                _time(run, state.restore)
+                bar.add(1)
+    finally:
+        thread.shutdown(cancel_futures=True)
+        state.restore()
+    bar.update(sum(1 + len(each.times) for each in runs), finalize=True)
+    return runs
+
+
+def _graphs(
+    candidates: Sequence[Candidate], args: Sequence[Any], start: float, settle: Callable[[], Any]
+) -> Iterator[Run]:
+    """Yields each graph once, traced since a time: float32's, then what compiles longest.
+
+    `settle` waits for the runs of the graphs before.
+    """
+    runs: list[Run] = []
+    for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
+        if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
+            settle()
+        plan = _shared_plan_of(each)
+        key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
+        same = next((run for run in runs if run.key == key), None)
+        if same is not None:
+            same.names.append(each.name)
+            continue
+        if plan is None:  # A trace may run Python code that uses random numbers.
+            settle()
+        if (run := _traced(each, args, key)) is not None:
+            run.first, start = time.monotonic() - start, time.monotonic()
+            runs.append(run)
+            yield run
+
+
+def _time(run: Run, restore: Callable[[], None]) -> None:
+    seconds = together(run.call, max(run.repeats, 1))
+    if not run.repeats:
+        run.repeats = min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
+        if run.repeats > 1:
+            restore()
+            seconds = together(run.call, run.repeats)
+    run.times.append(seconds)
+
+
+def _shared_plan_of(candidate: Candidate) -> RewritePlan | None:
+    """The plan of a candidate whose trace is shared; others are traced by themselves."""
+    if isinstance(candidate.function, RewrittenFunction):
+        with contextlib.suppress(RewriteError):
+            return candidate.function.shared_plan()
+    return None
+
+
+def _traced(candidate: Candidate, args: Sequence[Any], key: Any) -> Run | None:
+    """Traces a candidate; None if XLA has nothing to compile: it equals "min_cut"."""
+    function, low_nodes = candidate.function, 0
+    trace = function.get_concrete_function(*args)
+    if candidate.name == FLOAT32 and _NORMALIZES in function_state.ops_of(trace):
+        function = TracedFunction.of(function.written).unchanged()
+        trace = function.get_concrete_function(*args)
+    if candidate.name == FUSED and not has_fused(trace.graph):
+        return None
+    # float32 has no plan, nor a function that could not be rewritten.
+    with contextlib.suppress(AttributeError, RewriteError):
+        low_nodes = function.plan(*args).summary.low_nodes
+    return Run(key, trace, partial(function, *args), low_nodes, [candidate.name])
+
+
+def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Sequence[Run]]:
+    """Yields the runs of each round: first all, then those that may still be the fastest."""
+    longest_first_call = runs[0].first + max(limits.seconds, _LEAST_LIMIT)
+    timed = [run for run in runs if run.first <= longest_first_call]
+    for number in range(limits.rounds):
+        if not number:
+            yield timed
+            continue
+        candidates = _still_open(timed, number, limits.max_error)
+        float32 = timed[0]
+        end = min(limits.seconds, _MOST_STARTS * (float32.first + float32.seconds))
+        is_late = time.monotonic() - begin > end
+        if len(candidates) == 1 or (is_late and (number > 1 or float32 not in candidates)):
+            return
+        yield candidates
+
+
+def _still_open(runs: Sequence[Run], number: int, max_error: float | None) -> list[Run]:
+    """The runs that may still be the fastest before a round: float32's, and exact ones near it."""
+    allowed = [run for run in runs if run is runs[0] or is_within(run.error, max_error)]
+    fastest = min(allowed, key=lambda run: run.seconds)
+    longest = (_FAR if number == 1 else _CLOSE) * fastest.seconds
+    near = [run for run in allowed if run.seconds < longest]
+    if number < _CLOSE_ROUNDS:
+        return near
+    return [run for run in near if not fastest.is_faster_than(run)]
+
+
+def choice_of(runs: Sequence[Run], max_error: float | None) -> Choice:
+    """Returns the fastest of measured runs that is faster than float32's and exact enough."""
+    timed = [each for each in runs if each.times]
+    better = [each for each in timed if is_within(each.error, max_error)]
+    better = [each for each in better if each.is_faster_than(runs[0])]
+    chosen = min([runs[0], *better], key=lambda each: each.seconds)
+    rows = tuple(row for each in timed for row in each.rows(each is chosen))
+    dropped = tuple(name for each in runs if not each.times for name in each.names)
+    unseeded = function_state.unseeded_ops([each.trace for each in timed])
+    return Choice(rows, max(len(each.times) for each in timed), dropped, unseeded)
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def output_error(values: Sequence[Any], references: Sequence[Any]) -> float:
+    """Returns the largest relative error of some tensors; NaN if one is unknown."""
+    errors = [_relative_error(*each) for each in zip(values, references, strict=True)]
+    return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
+
+
+def _float_tensors(outputs: Any) -> list[Any]:
+    leaves = tf.nest.flatten(outputs, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating]
+
+
+def _relative_error(value: Any, reference: Any) -> float:
+    """Root mean square of the differences over the reference's, where the reference is finite."""
+    if value.shape != reference.shape:
+        return math.inf
+    # Computed on the device, so that only scalars are copied from it.
+    value, reference = tf.cast(value, "float64"), tf.cast(reference, "float64")
+    counts = tf.math.is_finite(reference)
+    if value.shape.num_elements() and not tf.reduce_any(counts):
+        return math.nan
+    zeros = tf.zeros_like(reference)
+    error = float(tf.norm(tf.where(counts, value - reference, zeros)))
+    size = float(tf.norm(tf.where(counts, reference, zeros)))
+    if not math.isfinite(error):
+        return math.inf
+    return error / size if size else math.inf if error else 0.0

@@ -1,0 +1,170 @@
+"""The report of `tfamp.tune`: a row for each candidate, the choice, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfamp.planning.structures import FLOAT32
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
+
+_HEADS = ("candidate", "time", "quartiles", "over float32", "error", "low ops", "")
+
+
+@dataclass(frozen=True, slots=True)
+class TuneRow:
+    """One candidate.
+
+    Attributes:
+        candidate: Its name: "float32", or a placement of `tfamp.rewrite`.
+        seconds: Median time of a call.
+        quartiles: Lower and upper quartile of the times.
+        error: Relative error of its outputs against float32's: for each float output the root mean
+            square of the differences over the root mean square of the values, and of these the
+            largest. Values that are not finite in float32 do not count; inf if others are not
+            finite, NaN without values to compare. In a report from the cache it is the error on the
+            arguments of the measured call.
+        chosen: Whether it is the one to use.
+        low_nodes: Number of nodes of its graph that compute in the low dtype.
+        same_as: The candidate of an earlier row with the same graph, which has these times and this
+            error; "" if the graph was measured for this row.
+
+    Example:
+        >>> TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12).candidate
+        'lists'
+    """
+
+    candidate: str
+    seconds: float
+    quartiles: tuple[float, float]
+    error: float
+    chosen: bool
+    low_nodes: int = 0
+    same_as: str = ""
+
+    @classmethod
+    def of(cls, fields: Any) -> TuneRow:
+        """Makes a row from the dict of its fields; raises an error if a field is wrong."""
+        low, high = map(float, fields["quartiles"])
+        numbers = {name: float(fields[name]) for name in ("seconds", "error")}
+        return cls(**{**fields, **numbers, "quartiles": (low, high)})
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """The result of `tune`.
+
+    Attributes:
+        function: Name of the function.
+        dtype: The low dtype.
+        rows: A row for each candidate, float32's first; exactly one is chosen.
+        max_error: The bound on errors, or None.
+        rounds: The largest number of times measured for a candidate.
+        source: Whether the choice was measured now or before, and the file that keeps it.
+        dropped: Candidates that were not measured, since they compile too long.
+        unseeded: Types of ops that draw other random numbers in each run, which counts as an error.
+        best: The function to use from now on. If float32 is chosen, it is the given function, as a
+            `tf.function`.
+
+    Example:
+        >>> rows = (
+        ...     TuneRow("float32", 0.002, (0.0019, 0.0021), 0.0, chosen=False),
+        ...     TuneRow("lists", 0.001, (0.0009, 0.0011), 0.004, chosen=True, low_nodes=3),
+        ... )
+        >>> report = TuneReport("step", "bfloat16", rows, max_error=None, rounds=10)
+        >>> report.chosen.candidate, report.speed_up
+        ('lists', 2.0)
+    """
+
+    function: str
+    dtype: str
+    rows: tuple[TuneRow, ...]
+    max_error: float | None
+    rounds: int
+    source: str = "measured now"
+    dropped: tuple[str, ...] = ()
+    unseeded: tuple[str, ...] = ()
+    best: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def chosen(self) -> TuneRow:
+        """The row of the candidate to use."""
+        return next(row for row in self.rows if row.chosen)
+
+    @property
+    def speed_up(self) -> float:
+        """Time of float32 over the time of the chosen candidate."""
+        return self.rows[0].seconds / self.chosen.seconds
+
+    def to_text(self) -> str:
+        """Returns a table of the candidates, and a verdict."""
+        return "\n".join([*table_lines([_HEADS, *self._cells()]), "", *self._verdict()])
+
+    def _repr_html_(self) -> str:
+        """Returns self-contained HTML for a notebook: the table and the verdict."""
+        return tables.fragment(
+            f"{self.function}, {self.dtype} against float32, {self.rounds} rounds",
+            tables.table(_HEADS, self._cells(), left=1),
+            tables.lines_of(self._verdict()),
+        )
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.candidate,
+                time_text(row.seconds),
+                " to ".join(map(time_text, row.quartiles)),
+                f"{self.rows[0].seconds / row.seconds:.2f}",
+                f"{row.error:.2g}",
+                str(row.low_nodes),
+                "<- chosen" if row.chosen else row.same_as and f"same graph as {row.same_as}",
+            )
+            for row in self.rows
+        ]
+
+    def _verdict(self) -> Iterator[str]:
+        chosen = self.chosen
+        if chosen.candidate == FLOAT32:
+            yield f"low precision does not pay here: {self._why_float32()}"
+        else:
+            yield (
+                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, with "
+                f"an error of {chosen.error:.2g}"
+            )
+            if not chosen.low_nodes:
+                yield f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+        yield from (f"dropped: {name} takes too long to compile" for name in self.dropped)
+        yield self.source
+        if all(math.isnan(row.error) for row in self.rows):
+            yield (
+                "float32 returns no float tensor with finite values, so the errors are unknown: "
+                "have the function return the results to judge it by"
+            )
+        if self.unseeded:
+            yield (
+                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors include "
+                "that: call tf.random.set_seed, give the ops a seed, or draw with keras.random"
+            )
+
+    def _why_float32(self) -> str:
+        faster = min(self.rows, key=lambda row: row.seconds)
+        if faster.candidate == FLOAT32:
+            return f"no candidate in {self.dtype} is faster than float32"
+        why = f"its error is {faster.error:.2g}"
+        if is_within(faster.error, self.max_error):
+            why = "not in three quarters of the rounds: that may be noise"
+        gain = self.rows[0].seconds / faster.seconds
+        return f"{faster.candidate} is {gain:.2f} times as fast, but {why}"
+
+
+def time_text(seconds: float) -> str:
+    """Returns a time for people, such as "12.3 ms"."""
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def is_within(error: float, bound: float | None) -> bool:
+    """Whether an error is allowed; an unknown error (NaN) is allowed only without a bound."""
+    return not math.isinf(error) if bound is None else error <= bound
