@@ -106,7 +106,8 @@ def _decaying(x: Any, w: Any, n: int) -> Any:
         lambda h: (1.0 - gate) * h + gate * target,
         lambda h: h + 0.01 * (target - h),
     )
-    rule, start = rules[n % len(rules)], tf.zeros_like(x)
+    # Float32, as the guide of autocast asks of a state: zeros like a low tensor are low there.
+    rule, start = rules[n % len(rules)], tf.zeros(x.shape)
 
     def loop(body: Any, state: Any) -> Any:
         return tf.while_loop(lambda i, _: i < 200, body, (0, state), maximum_iterations=200)[1]
