@@ -213,16 +213,19 @@ class _Indexer:
         allowed = own.allowed[attr]
         if allowed is not None and self.dtype not in allowed:
             return False
-        kinds = {name: tuple(sorted(set(got))) for name, got in types.items()}
-        others = set(kinds[attr]) - ({FLOAT32} if types[attr].count(FLOAT32) == 1 else set())
-        kinds[attr] = tuple(sorted({self.dtype, *others}))
+        # The dtypes of a kernel for the node with this one slot changed.
+        dtypes = {name: set(listed) for name, listed in types.items()}
+        if types[attr].count(FLOAT32) == 1:
+            dtypes[attr].remove(FLOAT32)  # It is the slot itself; others would stay float32.
+        dtypes[attr].add(self.dtype)
         device = device_kind_of(node.device) or self.device
         op = SUCCESSORS.get(node.op, node.op)
         refuses = device == "cpu" and any(refused_options(node))
         # Such a kernel of a CPU is TensorFlow's own, not oneDNN's.
         if refuses and (self.dtype == "float16" or not detect().cpu_bfloat16):
             return False
-        return has_kernel(op, device, tuple(kinds.items()))
+        kernel = tuple((name, tuple(sorted(kinds))) for name, kinds in dtypes.items())
+        return has_kernel(op, device, kernel)
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: Sequence[_Shape | None] = ()

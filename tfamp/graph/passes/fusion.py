@@ -23,12 +23,13 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.kinds import FunctionDef, NodeDef, Tensor
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute, control_inputs_of, tensor_inputs
@@ -91,13 +92,14 @@ def fuse(graph: Graph, least: int = _LEAST) -> int:
     """
     if graph.main.has_old_control_flow:
         return 0
-    groups = _Groups(graph.main, least)
+    _fold_shapes(graph.main)
+    groups = _Groups(_Flow(graph.main), least)
     library = _Library(graph)
-    functions = [_Function(groups, number, library) for number in range(len(groups.own))]
-    for group, function in zip(groups.own, functions, strict=True):
+    functions = [_Function(groups, number, library) for number in range(len(groups.fused))]
+    for group, function in zip(groups.fused, functions, strict=True):
         _insert(graph.main, group, function)
-    gone = {name for group in groups.own for name in group} - groups.staying
-    graph.main.drop(gone.difference(*(each.dtypes_of_results for each in functions)))
+    gone = {name for group in groups.fused for name in group} - groups.staying
+    graph.main.drop(gone.difference(*(function.dtypes_of_results for function in functions)))
     return len(functions)
 
 
@@ -110,84 +112,68 @@ def has_fused(graph: tf.Graph) -> bool:
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-class _Groups:
-    """The groups of a graph's nodes that become calls.
+def _fold_shapes(graph: Body) -> None:
+    """Makes known shapes constants, in place, and has constants wait for nothing."""
+    for node in graph.of_types("Shape"):
+        dims = graph.shape(node.input[0])
+        if dims is None or -1 in dims:
+            continue
+        dtype = tf.as_dtype(attribute(node, "out_type").type or tf.int32)
+        value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(dims, dtype))
+        graph.become(node, "Const", (), dtype=dtype, value=value)
+    for node in graph.of_types("Const"):
+        graph.set_inputs(node, ())
+
+
+class _Flow:
+    """How values flow between the nodes of a graph, and which nodes XLA may compile.
 
     Attributes:
         graph: The graph.
+        places: The place of each node in topological order.
         known: The names of nodes whose values are known when a function is compiled: small
             constants, shapes, and what is computed from them.
-        own: The nodes of each group, in the order they run in.
-        members: All nodes that each group computes, recomputed ones of other groups included.
-        staying: The nodes of groups that also stay in the graph.
+        inputs: The nodes that each node takes, without those that are known.
+        devices: The devices of fusible nodes.
     """
 
-    def __init__(self, graph: Body, least: int) -> None:
+    def __init__(self, graph: Body) -> None:
         self.graph = graph
-        for node in graph.of_types("Shape"):
-            if self._elements(node.input[0]) < math.inf:
-                dtype = tf.as_dtype(attribute(node, "out_type").type or tf.int32)
-                shape = tf.make_tensor_proto(graph.shape(node.input[0]), dtype)
-                value = tf.compat.v1.AttrValue(tensor=shape)
-                graph.become(node, "Const", (), dtype=dtype, value=value)
-        for node in graph.of_types("Const"):
-            graph.set_inputs(node, ())  # No control inputs.
         nodes = graph.by_name
         taken = {
-            name: dict.fromkeys(map(structures.node_name, n.input)) for name, n in nodes.items()
+            name: dict.fromkeys(map(structures.node_name, node.input))
+            for name, node in nodes.items()
         }
+        ordered = structures.producers_first(nodes, taken.__getitem__)
+        self.places = {name: place for place, name in enumerate(ordered)}
         self.known: set[str] = set()
-        self._places: dict[str, int] = {}
-        # The inputs of each node without those that are known, and devices of fusible nodes.
-        self._inputs: dict[str, list[str]] = {}
-        self._devices: dict[str, str] = {}
-        depths: dict[str, int] = {}
-        for place, name in enumerate(structures.producers_first(nodes, taken.__getitem__)):
-            node = nodes[name]
-            if self._is_known(node, taken[name]):
+        for name in ordered:
+            if self._is_known(nodes[name], taken[name]):
                 self.known.add(name)
-            self._inputs[name] = [e for e in taken[name] if e in nodes and e not in self.known]
-            if self._is_fusible(node):
-                self._devices[name] = str(node.device)
-            self._places[name] = place
-            depths[name] = self._depth(name, depths)
-        self._move_to_later_groups(depths)
-        self.own = [group for group in self._connected(depths) if self._pays(group, least)]
-        self._fused = {name for group in self.own for name in group}
-        self.members = [self._in_order({*group, *self._copies(group)}) for group in self.own]
-        # For each node the groups that compute it.
-        self._computing = defaultdict[str, set[int]](set)
-        for number, members in enumerate(self.members):
-            for name in members:
-                self._computing[name].add(number)
-        # A tensor is stored once: reshapes of it for consumers outside stay outside.
-        self.staying: set[str] = set()
-        for name in reversed(self._in_order(self._computing)):
-            if nodes[name].op in _RESHAPES and self.is_used_outside(name):
-                self.staying.add(name)
+        self.inputs = {
+            name: [source for source in taken[name] if source in nodes and source not in self.known]
+            for name in ordered
+        }
+        self.devices = {
+            name: str(nodes[name].device) for name in ordered if self._is_fusible(nodes[name])
+        }
 
-    def is_used_outside(self, name: str) -> bool:
-        """Whether a node of a group has consumers that do not compute it themselves."""
-        return name in self.graph.kept or any(
-            user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
-            for user in self.graph.consumers[name]
-        )
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Names of nodes in topological order."""
+        return sorted(names, key=self.places.__getitem__)
 
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        return sorted(names, key=self._places.__getitem__)
-
-    def _elements(self, tensor: str) -> float:
+    def elements(self, tensor: str) -> float:
         """How many elements a tensor has; infinity if the graph does not have its shape."""
         shape = self.graph.shape(tensor)
         return math.inf if shape is None or -1 in shape else math.prod(shape)
 
-    def _is_known(self, node: Any, inputs: Iterable[str]) -> bool:
+    def _is_known(self, node: NodeDef, inputs: Iterable[str]) -> bool:
         if node.op != "Const":
             return node.op in _KNOWN_IF_INPUTS_ARE and self.known.issuperset(inputs)
         dims = node.attr["value"].tensor.tensor_shape.dim
         return math.prod(dim.size for dim in dims) <= _MOST_KNOWN
 
-    def _is_fusible(self, node: Any) -> bool:
+    def _is_fusible(self, node: NodeDef) -> bool:
         """Whether a node moves values, or computes with floats only, which XLA always supports."""
         if node.name in self.known or self._is_rounding(node):
             return False
@@ -197,51 +183,91 @@ class _Groups:
         computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= FLOAT_TYPES
         return computes or node.op in _MOVES
 
-    def _is_rounding(self, node: Any) -> bool:
+    def _is_rounding(self, node: NodeDef) -> bool:
         """Whether a Cast to a low dtype is cast back at once: XLA would remove the rounding."""
         if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
-        return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
+        return any(user.op == "Cast" and user.attr["DstT"].type == FLOAT32_TYPE for user in users)
 
-    def _depth(self, name: str, depths: Mapping[str, int]) -> int:
-        """How often the longest way to a node enters or leaves fusible nodes of one device."""
-        here = self._devices.get(name)
-        inputs = self._inputs[name]
-        return max((depths.get(i, 0) + (here != self._devices.get(i)) for i in inputs), default=0)
-
-    def _move_to_later_groups(self, depths: dict[str, int]) -> None:
-        """Gives nodes that only one later group uses its depth."""
-        later = defaultdict[str, set[tuple[str | None, int]]](set)
-        for name in reversed(self._places):
-            here = self._devices.get(name)
-            if here is not None and len(later[name]) == 1:
-                ((there, depth),) = later[name]
-                depths[name] = depth if there == here else depths[name]
-            for each in self._inputs[name]:
-                later[each].add((here, depths[name]))
-
-    def _connected(self, depths: Mapping[str, int]) -> Iterator[list[str]]:
-        """Groups of nodes that can be one call, in topological order."""
+    def groups(self) -> Iterator[list[str]]:
+        """Groups of nodes that can be one call, each in topological order."""
+        depths = self._depths()
         linked = defaultdict[str, list[str]](list)
-        for name, device in self._devices.items():
-            for each in self._inputs[name]:
-                if self._devices.get(each) == device and depths[each] == depths[name]:
-                    linked[name].append(each)
-                    linked[each].append(name)
+        for name, device in self.devices.items():
+            for source in self.inputs[name]:
+                if self.devices.get(source) == device and depths[source] == depths[name]:
+                    linked[name].append(source)
+                    linked[source].append(name)
         seen: set[str] = set()
-        for name in self._devices:
+        for name in self.devices:
             if name not in seen:
                 group = structures.reach([name], linked.__getitem__)
                 seen.update(group)
-                yield self._in_order(group)
+                yield self.in_order(group)
 
-    def _pays(self, group: Sequence[str], least: int) -> bool:
-        """Whether a call is faster than the ops of a group."""
+    def _depths(self) -> dict[str, int]:
+        """How often the longest way to each node enters or leaves fusible nodes of one device.
+
+        A node that only one later group uses has the depth of that group.
+        """
+        depths: dict[str, int] = {}
+        for name in self.places:
+            here = self.devices.get(name)
+            depths[name] = max(
+                (depths[i] + (here != self.devices.get(i)) for i in self.inputs[name]), default=0
+            )
+        users = defaultdict[str, set[tuple[str | None, int]]](set)
+        for name in reversed(self.places):
+            here = self.devices.get(name)
+            if here is not None and len(users[name]) == 1:
+                ((there, depth),) = users[name]
+                depths[name] = depth if there == here else depths[name]
+            for source in self.inputs[name]:
+                users[source].add((here, depths[name]))
+        return depths
+
+    def pays(self, group: Sequence[str], least: int) -> bool:
+        """Whether a call is faster than the ops of a group: `least` of them on large tensors."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
-        sizes = (max(map(self._elements, (n.name, *tensor_inputs(n)))) for n in computing)
+        sizes = (max(map(self.elements, (n.name, *tensor_inputs(n)))) for n in computing)
         return sum(size >= _LEAST_ELEMENTS for size in sizes) >= least
+
+
+class _Groups:
+    """The groups of a graph's nodes that become calls.
+
+    Attributes:
+        flow: The flow of the graph.
+        fused: The nodes of each group, in the order they run in.
+        members: All nodes that each group computes, recomputed ones of other groups included.
+        staying: The nodes of groups that also stay in the graph.
+    """
+
+    def __init__(self, flow: _Flow, least: int) -> None:
+        self.flow = flow
+        self.fused = [group for group in flow.groups() if flow.pays(group, least)]
+        self._in_a_group = {name for group in self.fused for name in group}
+        self.members = [flow.in_order({*group, *self._copies(group)}) for group in self.fused]
+        # For each node the groups that compute it.
+        self._computing = defaultdict[str, set[int]](set)
+        for number, members in enumerate(self.members):
+            for name in members:
+                self._computing[name].add(number)
+        # A tensor is stored once: reshapes of it for consumers outside stay outside.
+        self.staying: set[str] = set()
+        for name in reversed(flow.in_order(self._computing)):
+            if flow.graph.by_name[name].op in _RESHAPES and self.is_used_outside(name):
+                self.staying.add(name)
+
+    def is_used_outside(self, name: str) -> bool:
+        """Whether a node of a group has consumers that do not compute it themselves."""
+        graph = self.flow.graph
+        return name in graph.kept or any(
+            user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
+            for user in graph.consumers[name]
+        )
 
     # ---- Recomputation ---------------------------------------------------------------------------
 
@@ -250,57 +276,62 @@ class _Groups:
 
         From its other inputs, small tensors, and `_sources`.
         """
-        given = self._in_order({each for name in group for each in self._inputs[name]} - {*group})
-        there = {name for name in given if name not in self._fused} | self._sources(given)
+        sources = {source for name in group for source in self.flow.inputs[name]}
+        taken = self.flow.in_order(sources - {*group})
+        there = {name for name in taken if name not in self._in_a_group} | self._sources(taken)
         copies: set[str] = set()
-        for name in given:
-            more = self._computed_from(name, there | copies) if name in self._fused else None
+        for name in taken:
+            more = self._computed_from(name, there | copies) if name in self._in_a_group else None
             if more is None:
                 there.add(name)
             else:
                 copies |= more
         return copies
 
-    def _sources(self, given: Iterable[str]) -> set[str]:
+    def _sources(self, taken: Iterable[str]) -> set[str]:
         """Tensors to read instead of ones that are computed from them alone.
 
         A source exists anyway, as a product does, or replaces two tensors with one.
         """
-        ways = [list(self._way_up(name)) for name in given if name in self._fused]
+        ways = [list(self._way_up(name)) for name in taken if name in self._in_a_group]
         counts = Counter(itertools.chain.from_iterable(ways))
         sources: set[str] = set()
         for way in ways:
-            found = (e for e in reversed(way) if counts[e] > 1 or e not in self._fused)
-            sources.update(itertools.islice(found, 1))
+            farthest_first = reversed(way)
+            useful = (
+                name for name in farthest_first if counts[name] > 1 or name not in self._in_a_group
+            )
+            sources.update(itertools.islice(useful, 1))
         return sources
 
     def _way_up(self, name: str) -> Iterator[str]:
         """A tensor, its only large input, the only large input of that, and so on."""
-        small = self._elements(name) / _SMALL
+        small = self.flow.elements(name) / _SMALL
         for _ in range(_MOST_COPIES):
             yield name
-            large = [each for each in self._inputs[name] if self._elements(each) > small]
+            large = [i for i in self.flow.inputs[name] if self.flow.elements(i) > small]
             if not self._is_cheap(name) or len(large) != 1:
                 return
             (name,) = large
 
     def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
         """The cheap nodes that compute a tensor from available ones; None if it takes others."""
-        small = self._elements(name) / _SMALL
+        small = self.flow.elements(name) / _SMALL
         needed: set[str] = set()
         pending = [name]
         while pending:
-            each = pending.pop()
-            if each in there or each in needed or (each != name and self._elements(each) <= small):
+            node = pending.pop()
+            is_small = node != name and self.flow.elements(node) <= small
+            if node in there or node in needed or is_small:
                 continue
-            needed.add(each)
-            if not self._is_cheap(each) or len(needed) > _MOST_COPIES:
+            needed.add(node)
+            if not self._is_cheap(node) or len(needed) > _MOST_COPIES:
                 return None
-            pending += self._inputs[each]
+            pending += self.flow.inputs[node]
         return needed
 
     def _is_cheap(self, name: str) -> bool:
-        return name in self._fused and self.graph.by_name[name].op in _CHEAP
+        return name in self._in_a_group and self.flow.graph.by_name[name].op in _CHEAP
 
 
 # ---- Calls ---------------------------------------------------------------------------------------
@@ -312,21 +343,21 @@ def _insert(graph: Body, group: Sequence[str], function: _Function) -> None:
     inside = {f"^{name}" for name in group}
     every = (name for node in nodes for name in control_inputs_of(node))
     waits = dict.fromkeys(name for name in every if name not in inside)
-    inputs, attrs = [*function.given, *waits], {**function.call_attrs, _COMPILED: True}
+    inputs, attrs = [*function.arguments, *waits], {**function.call_attrs, _COMPILED: True}
     name, device = f"{group[0]}{_CALL}", nodes[0].device
     call = graph.by_name[graph.add(name, "PartitionedCall", inputs, device=device, **attrs)]
     ports = itertools.count()
     for name, dtypes in function.dtypes_of_results.items():
         node = graph.by_name[name]
-        given = [graph.tensor(call, next(ports)) for _ in dtypes]
+        results = [graph.tensor(call, next(ports)) for _ in dtypes]
         graph.set_inputs(node, ())  # The call waits for what it waited for.
-        if len(given) > 1:
-            graph.become(node, "IdentityN", given, T=dtypes)
+        if len(results) > 1:
+            graph.become(node, "IdentityN", results, T=dtypes)
         elif SHAPES in node.attr:
             shape = tf.compat.v1.AttrValue(shape=node.attr[SHAPES].list.shape[0])
-            graph.become(node, "EnsureShape", given, T=dtypes[0], shape=shape)
+            graph.become(node, "EnsureShape", results, T=dtypes[0], shape=shape)
         else:
-            graph.become(node, "Identity", given, T=dtypes[0])
+            graph.become(node, "Identity", results, T=dtypes[0])
 
 
 class _Library:
@@ -336,7 +367,7 @@ class _Library:
         self._graph = graph
         self._made: dict[bytes, str] = {}
 
-    def call_attrs(self, definition: Any) -> dict[str, Any]:
+    def call_attrs(self, definition: FunctionDef) -> dict[str, Any]:
         """The attributes of a call of a function, which is added unless an identical one exists."""
         key = definition.SerializeToString(deterministic=True)
         if key not in self._made:
@@ -351,18 +382,19 @@ class _Function:
     """A function that computes the nodes of a group in float32, with names of its own.
 
     Attributes:
-        given: The tensors of the graph that it is called with.
+        arguments: The tensors of the graph that it is called with.
         call_attrs: The attributes of its call.
         dtypes_of_results: The output dtypes of each node with outside consumers.
     """
 
     def __init__(self, groups: _Groups, number: int, library: _Library) -> None:
-        self._known, self._graph, self._library = groups.known, groups.graph, library
+        self._known, self._graph = groups.flow.known, groups.flow.graph
+        self._library = library
         self._body = Body(tf.compat.v1.GraphDef().library.function.add())
-        self.given: list[str] = []
+        self.arguments: list[str] = []
         self._spelled: dict[str, str] = {}
-        own = (name for name in groups.own[number] if name not in groups.staying)
-        results = [name for name in own if groups.is_used_outside(name)]
+        leaving = (name for name in groups.fused[number] if name not in groups.staying)
+        results = [name for name in leaving if groups.is_used_outside(name)]
         dtypes: dict[str, list[tf.DType]] = {}
         for name in groups.members[number]:
             dtypes[name] = self._add(self._graph.by_name[name], stored=name in results)
@@ -377,12 +409,13 @@ class _Function:
             self._body.definition.attr[attr].b = True
         self.call_attrs = library.call_attrs(self._body.definition)
 
-    def _add(self, node: Any, stored: bool = False) -> list[tf.DType]:
+    def _add(self, node: NodeDef, stored: bool = False) -> list[tf.DType]:
         """Adds the ops that compute a node; returns its output dtypes in the graph."""
-        own = self._body.signature(node)
-        taken = zip(tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
-        inputs = [self._tensor(name, dtype) for name, dtype in taken]
-        dtypes = _dtypes(node, own, own.outputs)
+        signature = self._body.signature(node)
+        input_dtypes = _dtypes(node, signature, signature.inputs)
+        named = zip(tensor_inputs(node), input_dtypes, strict=True)
+        inputs = [self._tensor(name, dtype) for name, dtype in named]
+        dtypes = _dtypes(node, signature, signature.outputs)
         made = self._computed(node, inputs)
         for port, dtype in enumerate(dtypes):
             tensor = made if len(dtypes) == 1 else self._body.tensor(self._node(made), port)
@@ -393,10 +426,10 @@ class _Function:
             self._spelled[self._graph.tensor(node, port)] = tensor
         return dtypes
 
-    def _node(self, tensor: str) -> Any:
+    def _node(self, tensor: str) -> NodeDef:
         return self._body.by_name[structures.node_name(tensor)]
 
-    def _computed(self, node: Any, inputs: Sequence[str]) -> str:
+    def _computed(self, node: NodeDef, inputs: Sequence[str]) -> str:
         """Adds the op of a node with other inputs; returns its first output."""
         if node.op in _CHOOSES:
             return self._chosen(_CHOOSES[node.op], *inputs)
@@ -435,14 +468,16 @@ class _Function:
         if tensor not in self._spelled and name in self._known:
             self._add(self._graph.by_name[name])
         if tensor not in self._spelled:
-            given = f"given{len(self.given)}"
-            self._body.add_argument(given, dtype.as_datatype_enum)
-            self.given.append(tensor)
-            self._spelled[tensor] = self._cast(given, dtype, _wide(dtype))
+            argument = f"argument{len(self.arguments)}"
+            self._body.add_argument(argument, dtype.as_datatype_enum)
+            self.arguments.append(tensor)
+            self._spelled[tensor] = self._cast(argument, dtype, _wide(dtype))
         return self._spelled[tensor]
 
-    def _cast(self, tensor: str, given: tf.DType, dtype: tf.DType) -> str:
-        return tensor if given == dtype else self._op("Cast", [tensor], SrcT=given, DstT=dtype)
+    def _cast(self, tensor: str, source: tf.DType, target: tf.DType) -> str:
+        if source == target:
+            return tensor
+        return self._op("Cast", [tensor], SrcT=source, DstT=target)
 
     def _op(self, op: str, inputs: Sequence[str], **attrs: Any) -> str:
         return self._body.add(self._free_name, op, inputs, **attrs)
@@ -457,13 +492,14 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
-def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
+def _dtypes(node: NodeDef, signature: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
     """The dtype of each input or output of a node."""
-    found: list[tf.DType] = []
-    for arg in arguments:
-        count = own.value(node, arg.number_attr, 1) if arg.number_attr else 1
-        found += [tf.as_dtype(arg.type or own.value(node, arg.type_attr))] * count
-    return found
+    dtypes: list[tf.DType] = []
+    for argument in arguments:
+        count = signature.value(node, argument.number_attr, 1) if argument.number_attr else 1
+        dtype = argument.type or signature.value(node, argument.type_attr)
+        dtypes += [tf.as_dtype(dtype)] * count
+    return dtypes
 
 
 # XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over all
@@ -471,7 +507,7 @@ def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DT
 
 
 @functools.cache
-def _cross_entropy_function(labels_dtype: int) -> Any:
+def _cross_entropy_function(labels_dtype: int) -> FunctionDef:
     """An unnamed function from float32 logits and labels to losses and logit gradients."""
     function = tf.function(_cross_entropy, autograph=False)
     with tf.Graph().as_default() as graph:
@@ -482,7 +518,7 @@ def _cross_entropy_function(labels_dtype: int) -> Any:
     return made
 
 
-def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Out-of-range labels give NaN, as with XLA's op."""
     top = tf.reduce_max(logits, -1)
     exponentials = tf.exp(logits - top[:, tf.newaxis])
