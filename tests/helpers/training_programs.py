@@ -161,6 +161,61 @@ def _compiled(x: Any, w: Any, n: int) -> Any:
     return run(x, tf.convert_to_tensor(w))
 
 
+def _convolved(x: Any, w: Any, n: int) -> Any:
+    """Convolutions with kernels made of a weight."""
+    taps = tf.stack([w, 0.5 * w, -w])
+    image = tf.reshape(x, (1, ROWS // 8, 8, COLUMNS))
+    ways = (
+        lambda: tf.nn.conv1d(x[None], taps, 1, "SAME")[0],
+        lambda: tf.reshape(tf.nn.conv2d(image, taps[None], 1, "SAME"), x.shape),
+        lambda: tf.reshape(
+            tf.nn.depthwise_conv2d(image, tf.reshape(w[:9], (3, 3, COLUMNS, 1)), (1,) * 4, "SAME"),
+            x.shape,
+        ),
+        lambda: tf.nn.conv1d(x[None], taps, 1, "SAME", dilations=4)[0],
+    )
+    return tf.nn.gelu(ways[n % len(ways)]())
+
+
+def _normalized(x: Any, w: Any, n: int) -> Any:
+    ways = (
+        lambda: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), 0.0, 1.0, 1e-3),
+        lambda: (
+            (x - tf.reduce_mean(x, -1, True))
+            * tf.math.rsqrt(tf.math.reduce_variance(x, -1, True) + 1e-6)
+        ),
+        lambda: x * tf.math.rsqrt(tf.reduce_mean(tf.square(x), -1, True) + 1e-6),
+        lambda: tf.nn.softmax(x * 8.0) * COLUMNS,
+    )
+    return ways[n % len(ways)]() @ w
+
+
+def _looked_up(x: Any, w: Any, n: int) -> Any:
+    """Rows of a weight by integers that come from values."""
+    ids = tf.argmax(tf.stop_gradient(tf.round(x * 4.0)), -1)
+    ways = (
+        lambda: tf.gather(w, ids),
+        lambda: tf.one_hot(ids, COLUMNS) @ w,
+        lambda: tf.nn.embedding_lookup(w, tf.range(ROWS) % COLUMNS),
+    )
+    return 4.0 * ways[n % len(ways)]() + x
+
+
+def _solved(x: Any, w: Any, n: int) -> Any:
+    """Decompositions of a well conditioned matrix, and a spectrum."""
+    square = tf.matmul(x, x, transpose_a=True) / ROWS + tf.eye(COLUMNS)
+    ways = (
+        lambda: tf.transpose(tf.linalg.solve(square, tf.transpose(x))),
+        lambda: tf.transpose(
+            tf.linalg.triangular_solve(tf.linalg.cholesky(square), tf.transpose(x))
+        ),
+        lambda: tf.abs(tf.signal.rfft(tf.transpose(x @ w))) / np.sqrt(ROWS),
+    )
+    solved = ways[n % len(ways)]()
+    # A spectrum has half as many rows, and one more.
+    return solved if solved.shape == x.shape else tf.tile(tf.transpose(solved)[:-1], (2, 1))
+
+
 def _recomputed(x: Any, w: Any, n: int) -> Any:
     """A block that is computed again for its gradient, and its weight used once more."""
     block = tf.recompute_grad(lambda x: tf.tanh(x @ w))
@@ -193,8 +248,15 @@ _STEPS: Mapping[str, Callable[[Any, Any, int], Any]] = {
     "compiled": _compiled,
     "recomputed": _recomputed,
     "custom": _custom,
+    "convolved": _convolved,
+    "normalized": _normalized,
+    "looked up": _looked_up,
+    "solved": _solved,
 }
-_IN_FUNCTIONS = ("dense", "gram", "attention", "singular", "reduced", "angles")
+_IN_FUNCTIONS = (
+    *("dense", "gram", "attention", "singular", "reduced", "angles"),
+    *("convolved", "normalized"),
+)
 
 # ---- Losses --------------------------------------------------------------------------------------
 
