@@ -1,7 +1,7 @@
 """Names for values of TensorFlow and Keras in annotations: what an argument is, at first reading.
 
-TensorFlow and Keras carry no types that a checker could use, and this package imports neither of
-them, so each name is an alias of `Any`.
+TensorFlow and Keras carry no types that a checker could use, and this package imports neither
+of them, so each name is an alias of `Any`.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class FixedLossScale:
 
     Args:
         scale: The factor the loss is multiplied by, positive and finite.
-        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. With False it
-            is applied and can write inf or NaN into the weights.
+        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. With False
+            it is applied and can write inf or NaN into the weights.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -58,18 +58,19 @@ class FixedLossScale:
 class DynamicLossScale:
     """A loss scale that backs off after an overflow and grows after a run of good steps.
 
-    The rule follows Micikevicius et al., "Mixed Precision Training" (2018), as in TensorFlow and
-    PyTorch, with a floor, a ceiling and hysteresis.
+    The rule follows Micikevicius et al., "Mixed Precision Training" (2018), as in TensorFlow
+    and PyTorch, with a floor, a ceiling and hysteresis.
 
     Args:
-        initial_scale: Scale of the first step. If it is too high, a few steps are skipped; if it is
-            too low, gradients are flushed to zero until it has grown. Prefer a high value.
+        initial_scale: Scale of the first step. If it is too high, a few steps are
+            skipped; if it is too low, gradients are flushed to zero until it has grown.
+            Prefer a high value.
         growth_factor: Factor the scale is multiplied by after `growth_steps` finite steps in a
             row; greater than 1.
         backoff_factor: Factor the scale is multiplied by after an overflow; between 0 and 1.
         growth_steps: Number of finite steps in a row before the scale grows.
-        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; earlier ones
-            only skip their step. A finite step resets the count.
+        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; earlier
+            ones only skip their step. A finite step resets the count.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
 
@@ -168,15 +169,16 @@ def _without_changes(built: DynamicLossScale) -> FixedLossScale:
     return FixedLossScale(built.initial_scale)
 
 
-# ---- The state -----------------------------------------------------------------------------------
+# ---- The state -------------------------------------------------------------------------
 
-# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share this
-# code: the caller passes the array library. Nothing here branches in Python on a tensor, so a step
-# never waits for the device.
+# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share
+# this code: the caller passes the array library. Nothing here branches in Python on a tensor,
+# so a step never waits for the device.
 #
-#     finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
-#     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor (at least
-#                    min_scale)
+#     finite step    good_steps + 1; at growth_steps: 0, and scale * growth_factor (at most
+#                    max_scale)
+#     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor
+#                    (at least min_scale)
 
 
 class LossScaleState(NamedTuple):
@@ -203,9 +205,9 @@ def initial_state(rule: LossScale) -> LossScaleState:
 def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
     """Returns the state after one step, whose gradients were all `finite` or not.
 
-    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can change
-    after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops` or
-    `numpy`; it needs `where`, `minimum` and `maximum`.
+    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can
+    change after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops`
+    or `numpy`; it needs `where`, `minimum` and `maximum`.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state

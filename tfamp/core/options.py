@@ -80,8 +80,8 @@ def from_mapping(
 ) -> _Options:
     """Makes a dataclass from a dict, such as a configuration file holds.
 
-    `names` maps keys to fields if they differ. An error names `what` was read, and the key that is
-    unknown, missing, or the second one for its field.
+    `names` maps keys to fields if they differ. An error names `what` was read, and the key that
+    is unknown, missing, or the second one for its field.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
@@ -135,24 +135,24 @@ def checked_scale(name: str, value: Any) -> float:
     return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
 
 
-# ---- Clipping ------------------------------------------------------------------------------------
+# ---- Clipping --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradClip:
     """Clips the gradients of a step, all together, to a norm.
 
-    If the norm of all gradients, as one long vector, is greater than `max_norm`, all are multiplied
-    by the factor that makes it `max_norm`. The norm is taken after unscaling and, on several
-    replicas, after the sum over the replicas.
+    If the norm of all gradients, as one long vector, is greater than `max_norm`, all are
+    multiplied by the factor that makes it `max_norm`. The norm is taken after unscaling and, on
+    several replicas, after the sum over the replicas.
 
     Source: `torch.nn.utils.clip_grad_norm_`, and `grad_clip` in mmdetection's configurations.
 
     Args:
         max_norm: The greatest norm that is not clipped; positive, in units of the loss over the
             weights' units.
-        norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf") for
-            the greatest magnitude.
+        norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf")
+            for the greatest magnitude.
 
     Raises:
         TypeError: An argument has the wrong type.

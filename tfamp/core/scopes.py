@@ -1,9 +1,10 @@
 """Scopes: what a `with` block puts in force, in its own coroutine and thread.
 
 `autocast` and `policy_scope` share this mechanism. A stack of scopes belongs to a context of
-`contextvars`, so each coroutine has its own. A scope applies only to its thread, as TensorFlow's
-scopes do, even if a copy of its context runs in another thread. It may be left in any order,
-context and thread: leaving marks the scope, and every stack that still holds it skips it.
+`contextvars`, so each coroutine has its own. A scope applies only to its thread, as
+TensorFlow's scopes do, even if a copy of its context runs in another thread. It may be
+left in any order, context and thread: leaving marks the scope, and every stack that still
+holds it skips it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class ScopeStack(Generic[_Scope]):
     def leave_one(self, entered: list[_Scope], name: str) -> _Scope:
         """Ends one of the scopes that a context manager has entered, and removes it from the list.
 
-        The innermost of those in force here, or else the last one: an asynchronous generator, for
-        one, may be closed in another context. The name is the context manager's, for messages.
+        The innermost of those in force here, or else the last one: an asynchronous
+        generator, for one, may be closed in another context. The name is the context
+        manager's, for messages.
         """
         if not entered:
             raise RuntimeError(

@@ -1,8 +1,8 @@
 """This machine: the dtypes it multiplies natively, the policy `auto`, and its speed.
 
-`detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile` returns
-the machine profile: built-in, from a file, cached, or measured now. Importing this file does not
-import TensorFlow, and reading the facts does not start TensorFlow's runtime.
+`detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile`
+returns the machine profile: built-in, from a file, cached, or measured now. Importing this file
+does not import TensorFlow, and reading the facts does not start TensorFlow's runtime.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and scalar fphp would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
-# With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever the
-# CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in `core/graph/mkl_graph_util.h`.
+# With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever
+# the CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in
+# `core/graph/mkl_graph_util.h`.
 _ONEDNN_FLAGS = {
     "bfloat16": frozenset({"avx512f", "amx_bf16", "avx_ne_convert"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
@@ -52,7 +53,8 @@ _CHOICES = (
 )
 # Environment variables that limit the instructions oneDNN and cuBLAS use.
 _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_OVERRIDE")
-# Increased when the contents of a profile, or its measurement, change: older files are not used.
+# Increased when the contents of a profile, or its measurement, change: older files
+# are not used.
 _FORMAT = 6
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
@@ -154,8 +156,8 @@ def _cpu() -> tuple[str, frozenset[str]]:
 def onednn_dtypes() -> frozenset[str]:
     """Returns the low dtypes for which TensorFlow runs oneDNN's kernels on this CPU.
 
-    Eigen's kernels run for the others, and add up otherwise: see `tfamp.planning.kernels`. A CPU
-    whose flags cannot be read, or that is not of x86, counts as one without oneDNN.
+    Eigen's kernels run for the others, and add up otherwise: see `tfamp.planning.kernels`. A
+    CPU whose flags cannot be read, or that is not of x86, counts as one without oneDNN.
 
     Example:
         >>> onednn_dtypes() <= {"bfloat16", "float16"}
@@ -255,7 +257,7 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     return fields.get("model name", ""), frozenset(flags.split())
 
 
-# ---- The machine profile -------------------------------------------------------------------------
+# ---- The machine profile ---------------------------------------------------------------
 
 
 class FoundProfile(NamedTuple):
@@ -296,9 +298,9 @@ def _multiplies_in_tf32() -> bool:
 def find_profile() -> FoundProfile:
     """Returns the profile of this machine, selected by the environment variable TFAMP_PROFILE.
 
-    If it is unset, the profile comes from the cache; without a cached one, the machine is measured,
-    which takes about two seconds, once per process. A machine that cannot be measured gets the
-    built-in profile and a `TfampWarning`; so does a cache that cannot be written.
+    If it is unset, the profile comes from the cache; without a cached one, the machine is
+    measured, which takes about two seconds, once per process. A machine that cannot be measured
+    gets the built-in profile and a `TfampWarning`; so does a cache that cannot be written.
     """
     choice = os.environ.get(VARIABLE, "")
     if choice == "builtin":

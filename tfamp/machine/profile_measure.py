@@ -1,8 +1,8 @@
 """Measures a machine profile in about two seconds.
 
-Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load on
-the machine then slows all of them alike, and the shortest time counts. The tensors of a piece of
-work exist only while it is timed.
+Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load
+on the machine then slows all of them alike, and the shortest time counts. The tensors of a
+piece of work exist only while it is timed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LEAST_ROUNDS = 3
 _NOISE = 1.1
 
 
-# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU each
-# op takes several times as long as TensorFlow takes to start the next one, some 10 us.
+# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU
+# each op takes several times as long as TensorFlow takes to start the next one, some 10 us.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
@@ -102,17 +102,18 @@ class Work:
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
     """Measures how fast this machine is in each dtype: its first GPU, or its CPU without one.
 
-    It can be called anywhere: it runs in a thread of its own, where no function is being traced, no
-    autocast, tape, device or distribution strategy is active and nothing is in the default graph.
+    It can be called anywhere: it runs in a thread of its own, where no function is being
+    traced, no autocast, tape, device or distribution strategy is active and nothing is in the
+    default graph.
 
     Args:
         seconds: About how long to measure.
 
     Returns:
-        The profile, every measured figure rounded to two digits: more would be noise. A dtype that
-        is less than 10 % faster than float32 counts as equal, a dtype without a kernel as a
-        thousand times slower. Overheads and the speeds of single op types come from the built-in
-        profiles, in proportion to the measured speeds.
+        The profile, every measured figure rounded to two digits: more would be noise. A dtype
+        that is less than 10 % faster than float32 counts as equal, a dtype without a kernel as
+        a thousand times slower. Overheads and the speeds of single op types come from the
+        built-in profiles, in proportion to the measured speeds.
 
     Raises:
         tf.errors.OpError: It cannot be measured, for lack of memory for instance.
@@ -130,9 +131,9 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
 def let_memory_grow() -> None:
     """Makes GPUs allocate memory as it is needed, if tfamp is what starts TensorFlow's runtime.
 
-    By default the first op allocates nearly all memory of every GPU, also on a GPU that another job
-    uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set or with
-    logical devices.
+    By default the first op allocates nearly all memory of every GPU, also on a GPU that another
+    job uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set
+    or with logical devices.
     """
     if tf_private.runtime_has_started():
         return
@@ -207,8 +208,8 @@ def together(
 ) -> float:
     """Seconds of a run, of many that are started before the first one is waited for.
 
-    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for the
-    current one, so that what others run does not count.
+    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for
+    the current one, so that what others run does not count.
     """
     wait()
     start = time.perf_counter()
@@ -229,8 +230,8 @@ def works(
     Args:
         matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
         convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache, so
-            that their arithmetic is timed and not the memory.
+        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache,
+            so that their arithmetic is timed and not the memory.
         traffic: Elements of the tensors that time the memory: more than fit in a cache.
     """
     for rows, depth, columns in matmuls:

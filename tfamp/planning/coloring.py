@@ -2,8 +2,8 @@
 
 The rules follow TensorFlow's own pass, `grappler/optimizers/auto_mixed_precision.cc`, with two
 differences: a slot is converted only where the device has a kernel for it, and the input of a
-Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand for
-an allow, infer, deny and clear node, lower case for one that is not converted.
+Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand
+for an allow, infer, deny and clear node, lower case for one that is not converted.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Rules:
         regions: Its regions.
         colors: Colour of every op type that is on a list.
         forced: Positions of nodes to convert whatever their colour.
-        updates: How far pass 5 follows values that are written to variables: "low", all the way, as
-            Grappler does; "reduced", up to the last reduction; "float32", not at all. The update of
-            a weight is often less than the weight's rounding error in bfloat16. In float16 squared
-            gradients and unscaled gradients often underflow.
+        updates: How far pass 5 follows values that are written to variables: "low", all the
+            way, as Grappler does; "reduced", up to the last reduction; "float32", not at all.
+            The update of a weight is often less than the weight's rounding error in bfloat16.
+            In float16 squared gradients and unscaled gradients often underflow.
 
     Attributes:
         colors: Colour of each slot's node: "allow", "infer", "deny", "clear" or None.
@@ -108,11 +108,11 @@ def paint(rules: Rules) -> Painting:
 def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     """Returns the slots that may be converted without loss of safety, Casts left out.
 
-    Slots that the passes convert; infer and clear nodes behind them, through infer and clear nodes;
-    clear nodes connected to any of these through clear nodes; TensorLists and loops as a whole. In
-    A -> c -> i, the passes leave i in float32, but it is safe. Denied slots are never safe, nor are
-    infer nodes without an allow node before them, or ones that the passes leave in float32 on the
-    way to a variable: learning rates and moments keep their digits.
+    Slots that the passes convert; infer and clear nodes behind them, through infer and clear
+    nodes; clear nodes connected to any of these through clear nodes; TensorLists and loops as a
+    whole. In A -> c -> i, the passes leave i in float32, but it is safe. Denied slots are never
+    safe, nor are infer nodes without an allow node before them, or ones that the passes leave
+    in float32 on the way to a variable: learning rates and moments keep their digits.
     """
     updates = _ways_to_variables(rules, reduced=False)
 
@@ -206,8 +206,8 @@ def convert_allow_nodes(rules: Rules, painting: Painting) -> None:
 def spread_deny_forward(rules: Rules, painting: Painting) -> None:
     """Pass 2: deny goes forward up to the next deny or infer node, through infer and clear.
 
-    D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or deny
-    node behind it.
+    D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or
+    deny node behind it.
     """
     slots = range(len(rules.index.slots))
     ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
@@ -257,8 +257,8 @@ def convert_between_allow(rules: Rules, painting: Painting) -> None:
 def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
     """Pass 5: an infer node directly behind a converted one joins it. A -> i becomes A -> I.
 
-    In graph order, so that a chain of infer nodes is converted as a whole. Not with another input
-    from a denied node, nor, unless the rules allow it, on the way to a variable.
+    In graph order, so that a chain of infer nodes is converted as a whole. Not with another
+    input from a denied node, nor, unless the rules allow it, on the way to a variable.
     """
     reduced = rules.updates == "reduced"
     updates = set() if rules.updates == "low" else _ways_to_variables(rules, reduced)
@@ -325,7 +325,8 @@ PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
 def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     """Slots on paths to nodes with resources, without allow or deny nodes between.
 
-    If updates may be low up to the last reduction (`reduced`), without reductions between either.
+    If updates may be low up to the last reduction (`reduced`), without reductions
+    between either.
     """
     index = rules.index
     # The writes of a joined loop are in its body.
@@ -343,11 +344,12 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     return reach(roots, along(leads_on, rules.fanin))
 
 
-# ---- Regions -------------------------------------------------------------------------------------
+# ---- Regions ---------------------------------------------------------------------------
 
 # Ops that pass a TensorList on, whatever the dtype of its elements.
 _CARRIERS = op_types("""
-    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch ZerosLike
+    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient
+    Switch ZerosLike
 """)
 
 _FIXED_OPS = {
@@ -432,7 +434,8 @@ def _linked_handles(
     index: GraphIndex, *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
     def neighbours(slot: int) -> Iterable[int]:
-        # The gradient of nested loops has lists of lists: inner lists are part of the outer one.
+        # The gradient of nested loops has lists of lists: inner lists are part of
+        # the outer one.
         within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()
         return itertools.chain(*(table[slot] for table in tables), within)
 

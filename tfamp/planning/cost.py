@@ -1,8 +1,8 @@
 """How long ops and Casts take in either dtype, estimated from static shapes; framework-free.
 
 The roofline model: an op takes as long as its arithmetic or its memory traffic, whichever is
-longer, plus a fixed overhead. The time of a node is a sum over its type slots, so that each slot
-can be decided by itself: the arithmetic counts with the first float slot.
+longer, plus a fixed overhead. The time of a node is a sum over its type slots, so that each
+slot can be decided by itself: the arithmetic counts with the first float slot.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tfamp.planning.structures import (
     op_types,
 )
 
-# Unknown dimensions, mostly batches, count as this many. A tensor of unknown rank counts nothing:
-# where it can be converted the lists decide (see `planning.placement`); the others, such as the
-# space that batch normalization reserves for cuDNN, are not converted.
+# Unknown dimensions, mostly batches, count as this many. A tensor of unknown rank counts
+# nothing: where it can be converted the lists decide (see `planning.placement`); the others,
+# such as the space that batch normalization reserves for cuDNN, are not converted.
 UNKNOWN_DIMENSION = 32
 
 _BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
@@ -198,7 +198,8 @@ class _Estimate:
         """Number of elements that an op reads and writes in the dtype of a slot."""
         size = self._sizes.get
         written = sum([size(tensor, 0.0) for tensor in self._written[slot]])
-        # Ops that move values read as much as they write: a Gather does not read its whole table.
+        # Ops that move values read as much as they write: a Gather does not read
+        # its whole table.
         if op in MOVING_OPS and written:
             return 2 * written
         return written + sum([size(tensor, 0.0) for tensor in self._read[slot]])
@@ -212,8 +213,8 @@ class _Estimate:
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
         """A Cast of the graph costs the same as an inserted one; between equal dtypes it is free.
 
-        The time counts with the end that can change. A Cast from float32 to float32 has two such
-        ends and counts as nothing.
+        The time counts with the end that can change. A Cast from float32 to float32 has two
+        such ends and counts as nothing.
         """
         slots = self._index.nodes[position].slots
         dtypes = [self._index.slots[slot].dtype for slot in slots]
@@ -237,14 +238,15 @@ def _longest(done: float, moved: float, dtype: str, peaks: Mapping[str, float]) 
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Nodes without overhead: constants and variables stay in place, and Casts have times of their own.
+# Nodes without overhead: constants and variables stay in place, and Casts have times
+# of their own.
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
 # Ops that forward their buffer or read only a shape.
 FREE_OPS = op_types("""
-    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp Placeholder
-    PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot Squeeze
-    StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack TensorListReserve
-    TensorListSetItem
+    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
+    Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
+    Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
+    TensorListReserve TensorListSetItem
 """)
 _FREE = FREE_OPS | {ARGUMENT, RESULT}
 # Ops that move values without arithmetic.
@@ -253,8 +255,8 @@ MOVING_OPS = op_types("""
     DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
     ResizeNearestNeighbor ResourceGather Reverse ReverseSequence ReverseV2 Slice SpaceToBatch
     SpaceToBatchND SpaceToDepth Split SplitV StridedSlice StridedSliceGrad TensorListConcat
-    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose Unpack
-    ZerosLike
+    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
+    Unpack ZerosLike
 """)
 
 

@@ -185,7 +185,8 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
     """Nodes that need float32: normalizations, measured values, and sums of low kernels."""
     found: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
-        # The last reason of a node is the one to tell: what its values mean, then what they are.
+        # The last reason of a node is the one to tell: what its values mean, then
+        # what they are.
         of_scope: dict[int, Reason] = {}
         if options.updates != "low":
             of_scope.update(inexact_nodes(index, options))
@@ -198,7 +199,7 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
     return found
 
 
-# ---- The plan ------------------------------------------------------------------------------------
+# ---- The plan --------------------------------------------------------------------------
 
 
 def make_plan(
@@ -304,14 +305,14 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
     return Reason("infer", "it is neither between nor behind converted nodes")
 
 
-# ---- Joining loops -------------------------------------------------------------------------------
+# ---- Joining loops ---------------------------------------------------------------------
 
-# A loop variable has one dtype: in the loop's attribute, as an argument of its condition and its
-# body, and as a result of its body. All of these are one slot here, so that the passes and the cut
-# decide about a loop variable once, and see the graph before, in and behind the loop.
+# A loop variable has one dtype: in the loop's attribute, as an argument of its condition and
+# its body, and as a result of its body. All of these are one slot here, so that the passes and
+# the cut decide about a loop variable once, and see the graph before, in and behind the loop.
 #
-# Functions with other callers are not joined: their arguments and results keep their dtypes, as in
-# conditionals, where a branch may return its argument as it is, which must not be rounded.
+# Functions with other callers are not joined: their arguments and results keep their dtypes, as
+# in conditionals, where a branch may return its argument as it is, which must not be rounded.
 
 # Estimated number of iterations of a loop.
 ITERATIONS = 32
@@ -390,10 +391,10 @@ def join(
 
     Args:
         scopes: The graph and its functions.
-        colors: Colour of every op type that is on a list: only "clear" loops are joined with their
-            functions.
-        weights: Invariant arguments of loops' functions, as (function, argument), that may be low,
-            as no gradients by them are needed.
+        colors: Colour of every op type that is on a list: only "clear" loops are joined with
+            their functions.
+        weights: Invariant arguments of loops' functions, as (function, argument), that may be
+            low, as no gradients by them are needed.
 
     Returns:
         All scopes as one; scopes without links are not connected to others.
@@ -477,8 +478,8 @@ def _join_indexes(
             nodes.append(node._replace(slots=own, calls=calls, op=op))
         slots += [slot._replace(node=slot.node + offset) for slot in scope.slots]
         for edge in scope.edges:
-            # A tensor is identified by the node of its slot and its port. An argument has a slot of
-            # the caller's node, and so a port that the caller does not have.
+            # A tensor is identified by the node of its slot and its port. An argument has a
+            # slot of the caller's node, and so a port that the caller does not have.
             argument = offset + scope.slots[edge.source].node
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]

@@ -60,7 +60,8 @@ def ends_of(
 ) -> Ends:
     """Finds where the values of a graph and its functions come from, and where they go.
 
-    A call is such an end, for its caller and for the function: it keeps the dtypes of its boundary.
+    A call is such an end, for its caller and for the function: it keeps the dtypes
+    of its boundary.
 
     Args:
         scopes: The scopes, each with its shapes; the graph itself is the first.

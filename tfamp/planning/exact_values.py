@@ -4,26 +4,27 @@ All rules go by structure and none by names:
 
 - **Results.** A float result of the function is computed in float32 from the last product on:
   probabilities sum to 1. A scalar that is differentiated, stored or returned is, from the last
-  product with a weight on: a loss has float32's digits. Products of activations in between, as in
-  a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given data from
-  predictions, the product that computes these stays float32, as the output layer does under a
-  policy.
-- **Updates.** In float16 what leads from the last product of a gradient to an optimizer is float32:
-  divided by a loss scale it may exceed float16's range.
-- **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
+  product with a weight on: a loss has float32's digits. Products of activations in between, as
+  in a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given
+  data from predictions, the product that computes these stays float32, as the output layer does
+  under a policy.
+- **Updates.** In float16 what leads from the last product of a gradient to an optimizer is
+  float32: divided by a loss scale it may exceed float16's range.
+- **Data.** A placeholder, or an element of a dataset, is rounded only as an
+  operand of a product.
 - **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
-  positions, does not become infinite, nor what is divided by 1e-12, and 0.999 does not become one:
-  arithmetic with it stays float32 up to the next softmax or product.
+  positions, does not become infinite, nor what is divided by 1e-12, and 0.999 does not become
+  one: arithmetic with it stays float32 up to the next softmax or product.
 - **Decompositions, angles, indices.** What a Qr or Cholesky op takes is float32 from the last
-  product on, that product included: these ops multiply rounding errors by a condition number. So is
-  what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000 turns an
-  angle by a sixth, and an index becomes another one.
-- **Conditions of loops.** What a loop compares with a tolerance is float32, from the last product
-  on, this included: rounded values need not come closer to each other.
+  product on, that product included: these ops multiply rounding errors by a condition number.
+  So is what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000
+  turns an angle by a sixth, and an index becomes another one.
+- **Conditions of loops.** What a loop compares with a tolerance is float32, from the last
+  product on, this included: rounded values need not come closer to each other.
 
-`normalizations` finds others, `ends` where a graph begins and ends. A product is an op of the allow
-list. The selected slots stay as they are and the passes work around them; unlike a denied op, they
-do not make the nodes behind them float32.
+`normalizations` finds others, `ends` where a graph begins and ends. A product is an op of the
+allow list. The selected slots stay as they are and the passes work around them; unlike a denied
+op, they do not make the nodes behind them float32.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ _UPDATE = Reason("update", "it leads from the last product of a gradient to wher
 
 # Ops that select or compare values and do not compute new ones.
 CHOICES = op_types("""
-    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
+    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual
+    Select SelectV2
 """)
 # Ops with bounded results.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
@@ -161,8 +163,8 @@ class _Values:
         large, lost = self._constants_beyond(dtype)
         if not large and not lost:
             return {}
-        # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
-        # choices to the range of the dtype.
+        # Whether the values of a slot are in range if it is low: `graph.passes` clips constants
+        # of choices to the range of the dtype.
         fits = dict.fromkeys([*large, *lost], False)
         found: dict[int, Reason] = {}
         for _ in self._walks(found, fits):
@@ -265,7 +267,8 @@ class _Values:
     def before_decompositions(self) -> Iterable[int]:
         """Slots from the last products before decompositions on, these products included.
 
-        The product of a matrix with itself has its condition number squared, and is not the last.
+        The product of a matrix with itself has its condition number squared, and
+        is not the last.
         """
 
         def leading(slot: int) -> Iterable[int]:
@@ -365,8 +368,8 @@ class _Values:
     ) -> dict[int, Reason]:
         """Slots behind the last product before a result, and some products.
 
-        For a loss that is the last product with a weight: those of activations behind it count as
-        parts of the loss.
+        For a loss that is the last product with a weight: those of activations behind it count
+        as parts of the loss.
         """
         returned = [slot for slot in ends.results if slot in gradients]
         # Updates of weights have their own rule, back to the last reduction.
@@ -412,8 +415,8 @@ class _Values:
     ) -> set[int]:
         """Slots that lead to some ends without a product of `crosses` between.
 
-        The last product of one end may be an early one of another: for each slot a number holds a
-        bit for every end that it leads to, and one for those it leads to across a product.
+        The last product of one end may be an early one of another: for each slot a number holds
+        a bit for every end that it leads to, and one for those it leads to across a product.
         """
         leads, through = self._ways(ends, without, crosses)
         return {slot for slot in self._order if leads[slot] & ~through[slot]}
@@ -424,8 +427,8 @@ class _Values:
     def _weights(self, ends: Ends) -> Set[int]:
         """Slots computed from variables and constants only.
 
-        Where no product takes one, as in a frozen graph, from arguments and constants, without a
-        product between; all slots where only one of these is given, which is the data.
+        Where no product takes one, as in a frozen graph, from arguments and constants, without
+        a product between; all slots where only one of these is given, which is the data.
         """
         made_here = [
             slot
@@ -459,8 +462,9 @@ class _Values:
     def _gradients_of(self, products: Iterable[int], gradients: Collection[int]) -> Iterable[int]:
         """The products of gradients that are those of some products.
 
-        These take what the products take, and a gradient that no other product of gradients made;
-        in a second derivative others did, but only these take what no other product takes.
+        These take what the products take, and a gradient that no other product of
+        gradients made; in a second derivative others did, but only these take what no
+        other product takes.
         """
 
         def origins(slot: int) -> Collection[int]:
@@ -495,8 +499,8 @@ class _Values:
     def gradients(self, scalars: Iterable[int]) -> Collection[int]:
         """Slots computed by the products of gradients, which round their results.
 
-        Such a product has an operand that comes from behind a scalar, and another one that leads to
-        the scalar through a product; it does not lead there itself.
+        Such a product has an operand that comes from behind a scalar, and another one that
+        leads to the scalar through a product; it does not lead there itself.
         """
         leads, through = self._ways(scalars, (), self._multiplies)
         behind = [0] * len(self._ops)

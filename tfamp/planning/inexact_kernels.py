@@ -1,8 +1,8 @@
 """Nodes that stay float32 as their low kernels would lose digits, by the table; framework-free.
 
-`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and the
-attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such a node
-does not make the nodes behind it float32.
+`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and
+the attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such
+a node does not make the nodes behind it float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[
     """Finds the nodes of a scope whose low kernels add up too many values in their own dtype.
 
     A node whose row names another op that is exact instead, and may be low, is left out:
-    `graph.passes.bias_sums` puts that op in its place. So are ops that the caller's lists moved.
+    `graph.passes.bias_sums` puts that op in its place. So are ops that the
+    caller's lists moved.
 
     Args:
         index: The scope, with its shapes.

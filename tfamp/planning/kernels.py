@@ -1,18 +1,19 @@
 """Facts about TensorFlow's kernels in low precision, in one table; framework-free.
 
-A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
-sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
-as every node has the dtype that it should have. Rewrites, autocast, policies and levels read this
-table, and tests/kernels measures it.
+A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so
+far: a sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks
+right then, as every node has the dtype that it should have. Rewrites, autocast, policies and
+levels read this table, and tests/kernels measures it.
 
-Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
-`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
-four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
-in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
-`reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
-`core/util/use_cudnn.cc`; and one measurement on an H100 (docs/gpu.md). There the tree sums of
-norms, of AvgPoolGrad and of depthwise filters were exact on 16,384 terms: their rows stay, as
-longer sums are less exact, and depthwise filters go by other kernels on other cards.
+Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms;
+run `python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is
+at most four times that of rounding its inputs and outputs. For GPUs, the template arguments of
+the kernels in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`,
+`depthwise_conv_op_gpu.h`, `reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`,
+`segment_reduction_ops_gpu.cu.h` and `core/util/use_cudnn.cc`; and one measurement on an H100
+(docs/gpu.md). There the tree sums of norms, of AvgPoolGrad and of depthwise filters were exact
+on 16,384 terms: their rows stay, as longer sums are less exact, and depthwise filters go by
+other kernels on other cards.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class KernelFact:
     layers: tuple[str, ...] = ()
 
 
-# ---- Forms and numbers of terms ------------------------------------------------------------------
+# ---- Forms and numbers of terms --------------------------------------------------------
 
 # An unknown number of terms.
 _UNKNOWN = math.inf
@@ -212,7 +213,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
 }
 
-# ---- The table -----------------------------------------------------------------------------------
+# ---- The table -------------------------------------------------------------------------
 
 
 def _in(
@@ -236,7 +237,8 @@ BROADCASTING = (
     "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile", "Xdivy", "Xlog1py",
     "Xlogy",
 )  # fmt: skip
-# Ops whose gradients add up, by Sum, what one value was used for, or how many values are largest.
+# Ops whose gradients add up, by Sum, what one value was used for, or how many
+# values are largest.
 _SHARING = (
     "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
     "StatelessParameterizedTruncatedNormal", "StatelessRandomGammaV2", "StatelessRandomGammaV3",
@@ -326,8 +328,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="unknown",
         gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
     ),
-    # The gradient of the default value, for which empty rows stand. On a GPU it differed from run
-    # to run, once by 130 %.
+    # The gradient of the default value, for which empty rows stand. On a GPU it differed from
+    # run to run, once by 130 %.
     *(
         KernelFact(
             op=f"{op}Grad",
@@ -435,8 +437,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
         )
     ),
-    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse than
-    # Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
+    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse
+    # than Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
     KernelFact(
         op="AvgPool",
         low=_in(eigen=_BOTH),
@@ -511,12 +513,12 @@ UNMENDABLE: Mapping[str, str] = {
     "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
 }
 
-# ---- Queries -------------------------------------------------------------------------------------
+# ---- Queries ---------------------------------------------------------------------------
 
 
-# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 * eps,
-# as each step may round in the same direction, by half of what the last digit of the sum is worth;
-# usually by much less. Four roundings of a result are 2 * eps.
+# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 *
+# eps, as each step may round in the same direction, by half of what the last digit of the sum
+# is worth; usually by much less. Four roundings of a result are 2 * eps.
 SAFE_TERMS = 16
 
 

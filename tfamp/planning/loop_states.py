@@ -1,14 +1,15 @@
 """Finds loop variables that stay float32, as they add up over the iterations; framework-free.
 
-A loop variable is a sum if its next value is the old one plus something. It is one as well if it is
-only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear recurrence,
-where neither the gates nor what is added depend on it. In low precision such a state stops where a
-step is less than half of its last digit. A TensorArray whose elements are computed so from each
-other is a state too. The body of a branch, or of another function that is called, is not looked
-into: it takes and returns float32, so that a low state would only be cast there and back.
+A loop variable is a sum if its next value is the old one plus something. It is one as well if
+it is only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear
+recurrence, where neither the gates nor what is added depend on it. In low precision such a
+state stops where a step is less than half of its last digit. A TensorArray whose elements are
+computed so from each other is a state too. The body of a branch, or of another function that is
+called, is not looked into: it takes and returns float32, so that a low state would only be cast
+there and back.
 
-The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype of
-the values that its products take.
+The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype
+of the values that its products take.
 """
 
 from __future__ import annotations

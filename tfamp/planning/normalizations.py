@@ -14,16 +14,17 @@ from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, along, op_typ
 _Ordered: TypeAlias = dict[int, None]
 _DIFFERENCES = op_types("SquaredDifference Sub")
 
-# ---- Normalizations ------------------------------------------------------------------------------
+# ---- Normalizations --------------------------------------------------------------------
 
-# A normalization is recognized by structure, not by names: a mean or a sum of squares of some data,
-# a root of it, and the same data multiplied or divided by the root. This covers LayerNormalization,
-# GroupNormalization, RMSNormalization, the unit norm, and handwritten ones. A mean that is
-# subtracted before is part of it; a mean alone is not, nor is a distance or its root.
+# A normalization is recognized by structure, not by names: a mean or a sum of squares of
+# some data, a root of it, and the same data multiplied or divided by the root. This covers
+# LayerNormalization, GroupNormalization, RMSNormalization, the unit norm, and handwritten
+# ones. A mean that is subtracted before is part of it; a mean alone is not, nor is a
+# distance or its root.
 #
 # Low precision would round the mean before it is subtracted and the root before all values are
-# multiplied by it: an error common to all values. Rounding errors of single values cancel in later
-# sums; a common error does not.
+# multiplied by it: an error common to all values. Rounding errors of single values cancel in
+# later sums; a common error does not.
 
 _ROOTS = op_types("Pow Rsqrt Sqrt")
 _MEANS = op_types("Mean Sum")
@@ -52,9 +53,9 @@ def statistics(index: GraphIndex) -> dict[int, Reason]:
         index: The scope.
 
     Returns:
-        Positions of nodes with the reason: from the first ones that take the data to the one that
-        gives the normalized values, with a gain and a bias where these come next; and the nodes of
-        their gradients.
+        Positions of nodes with the reason: from the first ones that take the data to the one
+        that gives the normalized values, with a gain and a bias where these come next; and the
+        nodes of their gradients.
     """
     if _ROOTS.isdisjoint(node.op for node in index.nodes):
         return {}
@@ -90,8 +91,8 @@ class _Tensors:
             if op in STORED and index.shapes.get((position, 0)) == ()
         }
         self._order = index.producers_first
-        # Weights, constants, and nodes computed from these only. A Cast without a float input is a
-        # number of elements.
+        # Weights, constants, and nodes computed from these only. A Cast without a float input
+        # is a number of elements.
         self._stored: set[int] = set()
         for node in self._order:
             op, given = self._ops[node], self._inputs[node]
@@ -157,8 +158,8 @@ class _Tensors:
     def _parts(self, data: int) -> tuple[_Ordered, Collection[int]]:
         """The nodes computed from some data and weights only; which of them are normalized data."""
         parts: _Ordered = {data: None}
-        # Of the parts: statistics, means of squares and their descendants, descendants of a root of
-        # these, and data scaled by such a root.
+        # Of the parts: statistics, means of squares and their descendants, descendants of a
+        # root of these, and data scaled by such a root.
         statistic, squared, scale, normalized = (set[int]() for _ in range(4))
         pending = [data]
         for near in pending:  # It grows while it is iterated.
@@ -189,8 +190,8 @@ class _Tensors:
     def gradients_of(self, squared: Collection[int], lasts: Mapping[int, int]) -> Iterable[int]:
         """The nodes that take more than the result of normalizations, and those before them.
 
-        Up to the gradient that comes from behind and the sum that goes on: all between is computed
-        from these gradients, the data, statistics and weights only.
+        Up to the gradient that comes from behind and the sum that goes on: all between is
+        computed from these gradients, the data, statistics and weights only.
         """
         inside = lasts.keys() - set(lasts.values())
         beside = {each for node in inside for each in self._consumers[node]} - lasts.keys()
@@ -232,13 +233,13 @@ class _Tensors:
         return [each for each in self._consumers[node] if self._ops[each] in ops]
 
 
-# ---- Gradients of softmaxes ----------------------------------------------------------------------
+# ---- Gradients of softmaxes ------------------------------------------------------------
 
-# The gradient of a softmax `y` is `(dy - sum(dy * y)) * y`: its sum over the values is zero. Low
-# precision rounds the sum, and with nearly uniform values all of `y` in the same direction: an
-# error common to all, which the product behind, the gradient of the queries of attention, adds up.
-# Rounding errors of `dy` are independent. The error grows with the number of values next to what
-# they have in common.
+# The gradient of a softmax `y` is `(dy - sum(dy * y)) * y`: its sum over the values is zero.
+# Low precision rounds the sum, and with nearly uniform values all of `y` in the same direction:
+# an error common to all, which the product behind, the gradient of the queries of attention,
+# adds up. Rounding errors of `dy` are independent. The error grows with the number of values
+# next to what they have in common.
 
 _PRODUCTS, _SUMS, _MINUS = op_types("Mul"), op_types("Sum"), op_types("Sub")
 

@@ -1,8 +1,8 @@
 """The caller's options of a rewrite, and the nodes that they select by name; framework-free.
 
-Options are one value, checked in its constructor. Fetches, feeds and name patterns select nodes. A
-node of a function also has a name for each caller of the function, so that the branches of a
-conditional belong to the layer of the conditional.
+Options are one value, checked in its constructor. Fetches, feeds and name patterns select
+nodes. A node of a function also has a name for each caller of the function, so that the
+branches of a conditional belong to the layer of the conditional.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Color = Literal["allow", "infer", "deny", "clear"]
 COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 _ON_ERROR = ("raise", "keep")
-# Ops that accept float32 only, with successors that also accept low precision and keep statistics
-# in float32.
+# Ops that accept float32 only, with successors that also accept low precision and keep
+# statistics in float32.
 SUCCESSORS = {"FusedBatchNorm": "FusedBatchNormV2", "FusedBatchNormGrad": "FusedBatchNormGradV2"}
 
 
@@ -61,7 +61,8 @@ class RewriteOptions:
         on_error: "raise" or "keep".
         may_miss: Patterns that may match no node.
         onednn: The low dtypes for which oneDNN's kernels run on the CPU.
-        moved_ops: Ops that the caller's lists moved: what kernels lose does not keep them float32.
+        moved_ops: Ops that the caller's lists moved: what kernels lose does not
+            keep them float32.
 
     Raises:
         TypeError, ValueError: A value is wrong; the message names what is allowed.
@@ -115,8 +116,8 @@ class RewriteOptions:
         """How far arithmetic on gradients of variables can be converted; needs `op_lists`.
 
         Only Grappler's unchanged lists give Grappler's result. Otherwise optimizers compute in
-        float32: with bfloat16, which has float32's range, from the last reduction on; with float16
-        from the start, as squares of gradients and unscaled gradients underflow.
+        float32: with bfloat16, which has float32's range, from the last reduction on; with
+        float16 from the start, as squares of gradients and unscaled gradients underflow.
         """
         theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
         if not self.exact_statistics and all(
@@ -218,7 +219,7 @@ def _check_types(op_lists: Any, profile: Any) -> None:
         )
 
 
-# ---- Nodes selected by name ----------------------------------------------------------------------
+# ---- Nodes selected by name ------------------------------------------------------------
 
 # With functions that call each other twice, the number of callers doubles at every level.
 MOST_CALLERS = 1000
@@ -248,7 +249,8 @@ class ChosenNodes(NamedTuple):
         kept: All nodes that stay float32, these included, with the reason.
         forced: Nodes that are converted whatever their op, unless they are also kept.
         patterns: The patterns that have to change something.
-        names: For each node its name, alone and after its callers' names, if there are patterns.
+        names: For each node its name, alone and after its callers' names, if there are
+            patterns.
     """
 
     used: Mapping[int, structures.Reason]
@@ -351,8 +353,8 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
     """Returns for each function the names of the nodes that run it, after their own callers' names.
 
     Args:
-        calls: For each function, and for "", the graph itself, its calls: pairs of a node's name
-            and a function that it runs.
+        calls: For each function, and for "", the graph itself, its calls: pairs of a node's
+            name and a function that it runs.
 
     Returns:
         The first 1,000 names of each function, in graph order. Recursive calls count once.
@@ -378,8 +380,8 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
 def full_name(caller: str, node: str) -> str:
     """Returns the name of a node of a function after its caller's name.
 
-    In a branch TensorFlow starts names with the name of the conditional, which was different before
-    the function around it was inlined.
+    In a branch TensorFlow starts names with the name of the conditional, which was different
+    before the function around it was inlined.
 
     Example:
         >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")

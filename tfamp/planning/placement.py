@@ -1,9 +1,9 @@
 """Selects the slots that are worth converting, by a minimum cut; framework-free.
 
-Each slot has one of two labels, float32 or low. The time of a placement is the time of its nodes in
-their labels, plus one Cast for every tensor whose producer and consumers differ in label. The
-placement of least time is a minimum cut in a graph with the low slots on the source side: see
-"Placement" in the README of `graph`.
+Each slot has one of two labels, float32 or low. The time of a placement is the time of its
+nodes in their labels, plus one Cast for every tensor whose producer and consumers differ in
+label. The placement of least time is a minimum cut in a graph with the low slots on the source
+side: see "Placement" in the README of `graph`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def place(
 ) -> Painting:
     """Lowers the slots that are worth it.
 
-    Of several placements of least time, the one with the fewest low slots is used. The lists decide
-    about slots of unknown shape, and about all slots if the cut gains too little.
+    Of several placements of least time, the one with the fewest low slots is used. The lists
+    decide about slots of unknown shape, and about all slots if the cut gains too little.
 
     Args:
         index: The scope.
@@ -90,8 +90,8 @@ def _slot_arcs(
         for vertex in others:
             yield first, vertex, math.inf
             yield vertex, first, math.inf
-    # An end of a Cast is low only if all slots it is joined to are: otherwise it would round for
-    # the others. The labels pass from integers to float32 and back.
+    # An end of a Cast is low only if all slots it is joined to are: otherwise it would round
+    # for the others. The labels pass from integers to float32 and back.
     for slot, ends in casts.items():
         for other in ends:
             yield slot, FLOAT32 if other in casts or other not in free else other, math.inf
@@ -116,19 +116,21 @@ def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> I
 
 # Residual graphs hold up to twice this capacity, which must be less than 2**31.
 _INFINITE = 2**30
-# Capacities are rounded to multiples of this, or of the next power of two that lets them fit. All
-# small graphs share one step, so that rounding does not depend on the rest of a graph.
+# Capacities are rounded to multiples of this, or of the next power of two that lets them fit.
+# All small graphs share one step, so that rounding does not depend on the rest of a graph.
 _FINEST_STEP = 2.0**-30
 
 
 def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> frozenset[Hashable]:
     """Returns the source side of a cut of least capacity: the one with fewest vertices.
 
-    That side is unique, so the result depends neither on the order of edges nor on the algorithm.
+    That side is unique, so the result depends neither on the order of edges nor on
+    the algorithm.
 
     Args:
-        edges: Triples (tail, head, capacity). The capacity of a cut is the sum over the edges from
-            its source side to its sink side, none of them `math.inf`. Parallel edges add up.
+        edges: Triples (tail, head, capacity). The capacity of a cut is the sum over the
+            edges from its source side to its sink side, none of them `math.inf`.
+            Parallel edges add up.
         source: Vertex on the source side.
         sink: Vertex on the sink side.
 

@@ -4,8 +4,8 @@
 precision anywhere: rounding it loses digits, or makes it infinite. So its producer and all its
 consumers stay float32; with a float32 producer alone, the Cast before a consumer would round.
 
-Only tensors whose dtype would change with the node count. The statistics of a `FusedBatchNormV3`
-may have any size: they are float32 in any case.
+Only tensors whose dtype would change with the node count. The statistics of a
+`FusedBatchNormV3` may have any size: they are float32 in any case.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Limits:
     """Largest values and deepest sums in low precision; `math.inf` switches a rule off.
 
     Attributes:
-        data_max: Largest magnitude of a value that depends on data, with a margin for unmeasured
-            data.
-        constant_max: Largest magnitude of a constant or a variable. Stored values are rounded once
-            and do not depend on data: no margin.
-        sum_depth: Number of values summed for each result, in ops that accumulate in the dtype of
-            their tensors, such as Sum and BiasAddGrad.
+        data_max: Largest magnitude of a value that depends on data, with a margin for
+            unmeasured data.
+        constant_max: Largest magnitude of a constant or a variable. Stored values are rounded
+            once and do not depend on data: no margin.
+        sum_depth: Number of values summed for each result, in ops that accumulate in the dtype
+            of their tensors, such as Sum and BiasAddGrad.
         matmul_depth: The same for matmuls and convolutions, which accumulate in float32.
     """
 
@@ -56,13 +56,14 @@ class Limits:
         """Returns the limits of a dtype.
 
         `data_max` is 512 for float16, where larger values are at least 0.5 apart and close to
-        65504. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
-        maximum.
+        65504. It is off for bfloat16, which has float32's range. Constants may reach the
+        dtype's maximum.
 
         A sum of equal terms that is accumulated in the dtype stops growing after
-        `kernels.stalling_terms`: 2048 in float16, 256 in bfloat16. That is the limit of all sums.
-        Those that the table of `planning.kernels` knows to accumulate so are float32 from
-        `SAFE_TERMS` on, with and without calibration. Matmuls and convolutions have no limit here.
+        `kernels.stalling_terms`: 2048 in float16, 256 in bfloat16. That is the limit of
+        all sums. Those that the table of `planning.kernels` knows to accumulate so are
+        float32 from `SAFE_TERMS` on, with and without calibration. Matmuls and
+        convolutions have no limit here.
 
         Args:
             dtype: "float16" or "bfloat16".
@@ -83,8 +84,8 @@ class TensorRange:
     """Range of a float32 tensor's values.
 
     Attributes:
-        max_abs: Largest magnitude; `math.inf` if a value was infinite. Executions with a NaN are
-            left out.
+        max_abs: Largest magnitude; `math.inf` if a value was infinite. Executions with a
+            NaN are left out.
         nonfinite: Whether a value was infinite or NaN.
         shape: Its shape, the largest if it varied; None if unknown.
     """
@@ -113,13 +114,13 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 
     Args:
         index: The scope.
-        ranges: The measured tensors. Others were never computed; the values of constants are known
-            anyway.
+        ranges: The measured tensors. Others were never computed; the values of constants
+            are known anyway.
         limits: The limits.
 
     Returns:
-        Positions of nodes with the reason, which holds the number. Nodes that stay float32 anyway
-        are left out: sources, calls, and nodes without a kernel.
+        Positions of nodes with the reason, which holds the number. Nodes that stay float32
+        anyway are left out: sources, calls, and nodes without a kernel.
     """
     stored, left_out = _stored_nodes(index), _fixed_nodes(index)
     seen = _measured(index, ranges)

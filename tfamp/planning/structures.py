@@ -1,7 +1,7 @@
 """Values that the stages of the rewrite pass on, without protobuf; framework-free.
 
-A graph and every function of its library are a *scope* each. Nodes and type slots of a scope are
-integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
+A graph and every function of its library are a *scope* each. Nodes and type slots of a scope
+are integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def op_types(names: str) -> frozenset[str]:
 # Ops that run functions of the library as parts of a graph.
 LOOPS = frozenset({"StatelessWhile", "While"})
 BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
-# Pseudo-ops for a function's arguments and results, and for the arguments and results of a loop's
-# function that `planning.decision` joined with its caller.
+# Pseudo-ops for a function's arguments and results, and for the arguments and results of a
+# loop's function that `planning.decision` joined with its caller.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
 LINK = "<link>"
@@ -83,7 +83,8 @@ class TypeSlot(NamedTuple):
         attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
         entry: Position in the attribute where that is a list of dtypes, else None.
         dtype: The dtype in the graph as it is.
-        can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
+        can_be_low: Whether the op accepts the low dtype here and the node's device has a
+            kernel.
     """
 
     node: int
@@ -121,8 +122,9 @@ class IndexedNode(NamedTuple):
         name: Its name.
         op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
         device: The device it is pinned to, as the graph spells it, or "".
-        calls: The functions of the library that it calls, as While and If do: pairs of attribute
-            and name, by attribute; the attribute is "" where the op itself is the function.
+        calls: The functions of the library that it calls, as While and If do: pairs of
+            attribute and name, by attribute; the attribute is "" where the op itself
+            is the function.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
         attrs: Attributes that decide how it adds up, as Python values: see `planning.kernels`.
@@ -344,8 +346,8 @@ class RewriteSummary:
         casts: Number of Casts inserted.
         cast_bytes: Bytes these read and write, as far as shapes are known.
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
-        estimated_speed_up: Ratio of the estimated times before and after, each function run once;
-            None if shapes are unknown.
+        estimated_speed_up: Ratio of the estimated times before and after, each function run
+            once; None if shapes are unknown.
     """
 
     nodes: int
@@ -397,10 +399,10 @@ class RewritePlan:
     def to_html(self) -> str:
         """Returns the plan as a self-contained HTML page.
 
-        It has the totals, a table of the rules, one of the Casts with the largest first, and the
-        nodes by function and rule, with links between nodes and Casts. It needs no script and no
-        network: write it to a file and open that in a browser, whose search finds names. Equal
-        plans give equal text. `to_model_explorer` draws the graph.
+        It has the totals, a table of the rules, one of the Casts with the largest first, and
+        the nodes by function and rule, with links between nodes and Casts. It needs no script
+        and no network: write it to a file and open that in a browser, whose search finds names.
+        Equal plans give equal text. `to_model_explorer` draws the graph.
 
         Returns:
             The document. In its element with the id "plan" is the JSON of `to_json`.

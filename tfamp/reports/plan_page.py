@@ -1,7 +1,7 @@
 """Renders a plan's plain data as an HTML page, text, or a graph for Model Explorer; framework-free.
 
-The page is HTML and a style sheet, without scripts: its skeleton and the style sheet are the files
-in `plan_page_assets`.
+The page is HTML and a style sheet, without scripts: its skeleton and the style sheet are the
+files in `plan_page_assets`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _CAST = {"backgroundColor": "#f3e6fa", "borderColor": "#7b3fa0"}
 _SERIES = 8
 
 
-# ---- The page ------------------------------------------------------------------------------------
+# ---- The page --------------------------------------------------------------------------
 
 # Where a reason names another node: after these words.
 _NAMED = re.compile(
     r"(?:(?<=\bfrom )|(?<=\bnext to )|(?<=\bgives )|(?<=\bby )|(?<=\bthrough )|(?<=\binput )"
     r"|(?<=\bconstant ))(\S+?)(?=,? |,?$)"
 )
-# Up to so many rows are shown at once. Others open on a click, when a link leads to one, and when
-# the browser's search finds something there.
+# Up to so many rows are shown at once. Others open on a click, when a link leads to one, and
+# when the browser's search finds something there.
 _SHORT = 500
 
 
@@ -72,8 +72,8 @@ def _asset(name: str) -> str:
 
 
 def _embeddable(plan: Mapping[str, Any]) -> str:
-    # Names in the graph are untrusted. Within a script element only "<" could end the element or
-    # start a comment; escaped in a JSON string it is the same character.
+    # Names in the graph are untrusted. Within a script element only "<" could end the element
+    # or start a comment; escaped in a JSON string it is the same character.
     text = json.dumps(plan, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -307,7 +307,7 @@ def _cast_cells(cast: Mapping[str, Any], anchors: _Anchors) -> tuple[str, ...]:
     return tensor, escape(cast["from"]), escape(cast["to"]), size, used
 
 
-# ---- Text and notebooks --------------------------------------------------------------------------
+# ---- Text and notebooks ----------------------------------------------------------------
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
@@ -377,14 +377,15 @@ def _place(scope: str, name: str) -> str:
     return f"{scope}: {name}" if scope else name
 
 
-# ---- Google's Model Explorer ---------------------------------------------------------------------
+# ---- Google's Model Explorer -----------------------------------------------------------
 
 
 def explorer_graphs(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the graph, and each function as a separate graph, with Casts as nodes.
 
-    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a namespace,
-    by which layers fold, edges, attributes and colours. The package is not needed to write it.
+    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a
+    namespace, by which layers fold, edges, attributes and colours. The package is not
+    needed to write it.
 
     Example:
         >>> node = {"scope": "", "name": "dense/MatMul", "op": "MatMul", "dtype": "bfloat16"}

@@ -1,7 +1,8 @@
 """Facts and tables as aligned text, or as HTML for notebooks.
 
-`fragment` makes the result of `_repr_html_`: one element with its style sheet, without scripts or
-external resources. Its colours are inherited or transparent, to suit light and dark notebooks.
+`fragment` makes the result of `_repr_html_`: one element with its style sheet, without
+scripts or external resources. Its colours are inherited or transparent, to suit light and
+dark notebooks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code.
 
-While an autocast is in force, the functions here that take an `original` replace the symbols that
-`tfamp.interop.patching` lists under their names: they cast the inputs of each op by its list, and
-keep library code from casting back. The class itself is at the end.
+While an autocast is in force, the functions here that take an `original` replace the symbols
+that `tfamp.interop.patching` lists under their names: they cast the inputs of each op by its
+list, and keep library code from casting back. The class itself is at the end.
 """
 
 # ruff: noqa: N803 - arguments have the names that TensorFlow gives them
@@ -43,7 +43,7 @@ _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
 # Indices of the inputs of an op that share a float dtype, and the allowed dtypes.
 _Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 
-# ---- Ops -----------------------------------------------------------------------------------------
+# ---- Ops -------------------------------------------------------------------------------
 
 
 def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any:
@@ -190,7 +190,7 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
     return dtype if dtype in EDITABLE else ""
 
 
-# ---- Explicit casts ------------------------------------------------------------------------------
+# ---- Explicit casts --------------------------------------------------------------------
 
 
 def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ def _caller() -> tuple[str, str]:
     return "", ""
 
 
-# ---- Gradients -----------------------------------------------------------------------------------
+# ---- Gradients -------------------------------------------------------------------------
 
 
 def paused(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +297,7 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
     return tf.nest.pack_sequence_as(structure, cast)
 
 
-# ---- Functions -----------------------------------------------------------------------------------
+# ---- Functions -------------------------------------------------------------------------
 
 
 def python_function(
@@ -375,7 +375,7 @@ def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
     return Counter(op for op, dtype in types if dtype == wide)
 
 
-# ---- Control flow --------------------------------------------------------------------------------
+# ---- Control flow ----------------------------------------------------------------------
 
 
 def while_loop(
@@ -431,7 +431,7 @@ def _recast_output(branch_graphs: Any, place: int) -> None:
         graph.structured_outputs = pack(graph.structured_outputs, graph.outputs)
 
 
-# ---- Python code that checks dtypes --------------------------------------------------------------
+# ---- Python code that checks dtypes ----------------------------------------------------
 
 
 def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -536,8 +536,8 @@ def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwar
     """Lets float32 Keras layers read their variables in the low dtype.
 
     Layers that Keras has quantized, and those that turn positions into angles, run without
-    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and rounding
-    turns angles.
+    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and
+    rounding turns angles.
     """
     if not isinstance(operation, keras.layers.Layer):
         return original(operation, *args, **kwargs)
@@ -553,7 +553,7 @@ def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwar
         return original(operation, *args, **kwargs)
 
 
-# ---- Hooks ---------------------------------------------------------------------------------------
+# ---- Hooks -----------------------------------------------------------------------------
 
 
 def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -579,7 +579,7 @@ hooks = patching.Patch(
     **{each.__name__: _where_in_force(each) for each in _FOR_A_MODE},
 )
 
-# ---- The context ---------------------------------------------------------------------------------
+# ---- The context -----------------------------------------------------------------------
 
 
 class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
@@ -593,33 +593,33 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     - arithmetic and joining ops promote mixed inputs to the widest dtype among them;
     - all other ops run in the dtype they are given.
 
-    float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast` or
-    `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed in the
-    dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be called inside
-    or outside. A custom gradient runs in the mode of its forward pass. Keras layers called inside
-    are cast, too, with their variables; optimizers are not. Loops keep the dtypes of their
-    variables; the branches of a condition are promoted to the widest dtype.
+    float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast`
+    or `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed
+    in the dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be
+    called inside or outside. A custom gradient runs in the mode of its forward pass. Keras
+    layers called inside are cast, too, with their variables; optimizers are not. Loops keep the
+    dtypes of their variables; the branches of a condition are promoted to the widest dtype.
 
-    It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function` called
-    inside is traced again, even if it was traced before; a `ConcreteFunction` stays unchanged, with
-    a warning. Under `tf.distribute.Strategy.run` put the context inside the function, as each
-    replica runs in its own thread.
+    It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function`
+    called inside is traced again, even if it was traced before; a `ConcreteFunction` stays
+    unchanged, with a warning. Under `tf.distribute.Strategy.run` put the context inside the
+    function, as each replica runs in its own thread.
 
     Source: the semantics of `torch.autocast` and `paddle.amp.auto_cast`, with the lists in
     `tfamp.OpLists`.
 
     Args:
-        dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled. None
-            picks the dtype that the hardware multiplies natively, as the policy "auto" does;
-            without one nothing is cast.
+        dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled.
+            None picks the dtype that the hardware multiplies natively, as the policy "auto"
+            does; without one nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
         op_lists: A `tfamp.OpLists`; None for the default lists of the dtype.
-        cache_casts: Whether a variable that several ops of a trace use is cast once, per tape and
-            until it is assigned. Its gradients are then accumulated in the low dtype.
+        cache_casts: Whether a variable that several ops of a trace use is cast once, per tape
+            and until it is assigned. Its gradients are then accumulated in the low dtype.
 
     Warns:
-        TfampWarning: Once for each function called inside whose graph was finished before and has
-            float32 ops of the low list.
+        TfampWarning: Once for each function called inside whose graph was finished before and
+            has float32 ops of the low list.
 
     Raises:
         ValueError: `dtype` is not a low-precision dtype.

@@ -1,8 +1,8 @@
 """`GradScaler`: loss scaling with the interface of PyTorch and Paddle.
 
 An *iteration* lasts from one update to the next. A mark is a variable with the number of the
-iteration in which an event last occurred, readable in every `tf.function`. An update increments the
-number and so clears all marks, including those of optimizers that its function never used.
+iteration in which an event last occurred, readable in every `tf.function`. An update increments
+the number and so clears all marks, including those of optimizers that its function never used.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ _CHECKS: dict[str, Callable[[Any], float]] = {
 class GradScaler(tf.Module):
     """Scales losses and unscales gradients for any number of optimizers, as in PyTorch and Paddle.
 
-    One scaler serves a training loop with several losses, models and optimizers. In each iteration
-    scale the losses, take the gradients, `step` every optimizer and then `update` once. To clip or
-    inspect gradients, `unscale` them before the step. A step with a non-finite gradient on any
-    replica is skipped; the steps of other optimizers are not. `update` lets the scale back off if
-    any optimizer's gradients were not finite, and grow after `growth_interval` iterations in a row
-    with finite gradients.
+    One scaler serves a training loop with several losses, models and optimizers. In each
+    iteration scale the losses, take the gradients, `step` every optimizer and then `update`
+    once. To clip or inspect gradients, `unscale` them before the step. A step with a non-finite
+    gradient on any replica is skipped; the steps of other optimizers are not. `update` lets the
+    scale back off if any optimizer's gradients were not finite, and grow after
+    `growth_interval` iterations in a row with finite gradients.
 
     The scale follows PyTorch's rule step for step, with an additional lower bound: float32's
-    smallest normal number, 2**-126, so that it never becomes 0. As in PyTorch, a scale that would
-    grow to inf keeps its value.
+    smallest normal number, 2**-126, so that it never becomes 0. As in PyTorch, a scale that
+    would grow to inf keeps its value.
 
     Calls out of order raise, in a function while it is traced. The order of calls in different
     functions is not checked.
 
-    The methods work in eager mode, in a `tf.function`, in several, under `jit_compile=True` and in
-    `strategy.run`; create the scaler under `strategy.scope()`. `tf.train.Checkpoint` saves it.
+    The methods work in eager mode, in a `tf.function`, in several, under
+    `jit_compile=True` and in `strategy.run`; create the scaler under `strategy.scope()`.
+    `tf.train.Checkpoint` saves it.
 
     Source: `torch.amp.GradScaler`, and `paddle.amp.GradScaler` for `minimize`.
 
@@ -167,8 +168,8 @@ class GradScaler(tf.Module):
 
         Args:
             optimizer: A bare Keras optimizer.
-            grads_and_vars: Pairs of gradient and variable. The gradients are results of `unscale`,
-                perhaps modified; without a call of it, scaled ones.
+            grads_and_vars: Pairs of gradient and variable. The gradients are results of
+                `unscale`, perhaps modified; without a call of it, scaled ones.
 
         Returns:
             Whether they were applied, a scalar bool tensor; equal on all replicas.
@@ -194,7 +195,8 @@ class GradScaler(tf.Module):
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
         gradients = record.take(grads, variables)
-        # An overflow that unscale found, perhaps in another function, may have been clipped since.
+        # An overflow that unscale found, perhaps in another function, may have been
+        # clipped since.
         finite = gradients.all_finite_everywhere(record.all_finite)
         record.stepped.set()
         self._iteration.note(finite)
@@ -206,8 +208,9 @@ class GradScaler(tf.Module):
         """Updates the scale and starts the next iteration.
 
         Args:
-            new_scale: A scale to set instead, a number or a scalar tensor; it is checked. A tensor
-                that is not positive, normal and finite in float32 leaves the scale as it is.
+            new_scale: A scale to set instead, a number or a scalar tensor; it is checked.
+                A tensor that is not positive, normal and finite in float32 leaves the
+                scale as it is.
 
         Raises:
             RuntimeError: No optimizer has been unscaled or stepped since the last update.
@@ -326,7 +329,8 @@ class GradScaler(tf.Module):
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the iterations in a row without overflow after which the scale grows.
 
-        Functions that were traced before use it too. If as many have passed, the next one grows.
+        Functions that were traced before use it too. If as many have passed, the
+        next one grows.
 
         Args:
             new_interval: Number of iterations, at least 1.
@@ -364,7 +368,8 @@ class GradScaler(tf.Module):
             return
         missing = [name for name in _CHECKS if name not in state_dict]
         if missing:
-            # As PyTorch, which distinguishes a disabled scaler's empty state from a damaged one.
+            # As PyTorch, which distinguishes a disabled scaler's empty state from
+            # a damaged one.
             raise (KeyError if state_dict else RuntimeError)(
                 f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
                 "Pass what state_dict() of an enabled GradScaler returned."
@@ -405,8 +410,8 @@ class _Record(GradientRecord):
 class _Iteration:
     """Records of one scaler's optimizers since its last update.
 
-    A call out of order raises in eager mode, and during tracing if both calls are in the trace. A
-    check at run time would make the host wait for the device in every step.
+    A call out of order raises in eager mode, and during tracing if both calls are in the trace.
+    A check at run time would make the host wait for the device in every step.
     """
 
     def __init__(self, scale: tf.Variable) -> None:

@@ -18,7 +18,7 @@ from tfamp.interop import tf_private
 from tfamp.interop.op_calls import may_record
 from tfamp.interop.tf_private import place_in_trace
 
-# ---- Modes ---------------------------------------------------------------------------------------
+# ---- Modes -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Modes(ScopeStack[Block]):
             self.leave(block)
 
 
-# ---- Cache of casts ------------------------------------------------------------------------------
+# ---- Cache of casts --------------------------------------------------------------------
 
 
 _READ = "ReadVariableOp"
@@ -99,8 +99,9 @@ class Casts:
     """Cache of the casts of variables, per graph, for the blocks of one stack."""
 
     def __init__(self) -> None:
-        # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph alive,
-        # the place in the trace of the read that was cast, and whether tapes may have recorded it.
+        # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph
+        # alive, the place in the trace of the read that was cast, and whether tapes may
+        # have recorded it.
         self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
         self._casts = weakref.WeakKeyDictionary()
         # Graph -> the last place in its trace at which a tape started to record or watch.
@@ -123,7 +124,8 @@ class Casts:
         if read <= self._recording.get(value.graph, -1):
             return cast()  # The tape has not recorded this read: its cast cannot be shared.
         casts = self._casts.setdefault(value.graph, {})
-        # A tape that is open does not record in a `stop_recording`, as that of `recompute_grad`.
+        # A tape that is open does not record in a `stop_recording`, as that of
+        # `recompute_grad`.
         records = may_record()
         last, last_read, recorded = casts.get((handle.name, dtype), (None, read, records))
         found = None if last is None or records > recorded else last()
@@ -151,7 +153,7 @@ def _is_read_in_this_trace(value: Any) -> bool:
 
 current_modes = _Modes("tfamp_autocast")
 
-# ---- Values --------------------------------------------------------------------------------------
+# ---- Values ----------------------------------------------------------------------------
 
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 ARRAYS = (np.ndarray, np.generic)
@@ -161,9 +163,9 @@ _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 def is_lost(value: Any, dtype: str) -> bool:
     """Whether a low dtype loses what numbers mean.
 
-    Numbers such as -1e9 in a mask exceed half its range and are finite: half, as two masks may be
-    added. A single number, such as an epsilon of 1e-15, becomes zero, or one, as the 0.999999 that
-    keeps `acos` from its end.
+    Numbers such as -1e9 in a mask exceed half its range and are finite: half, as two masks may
+    be added. A single number, such as an epsilon of 1e-15, becomes zero, or one, as the
+    0.999999 that keeps `acos` from its end.
     """
     if dtype not in LOW_PRECISION or not isinstance(value, (*ARRAYS, int, float)):
         return False

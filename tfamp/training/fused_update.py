@@ -1,14 +1,14 @@
 """Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over memory.
 
 Keras writes an update as a dozen ops that each read and write whole tensors. For SGD
-TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA, together
-for all variables of a device: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32, which
-for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies. Adafactor's means over
-rows, columns and whole variables are separate passes.
+TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA,
+together for all variables of a device: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in
+float32, which for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies.
+Adafactor's means over rows, columns and whole variables are separate passes.
 
-Variables that are not stored in float32 are read, updated in float32 and rounded in one compiled
-pass, by every optimizer. XLA may contract a product and a sum into an FMA; here every product is
-rounded by itself, so that a result does not depend on how its variables are stored.
+Variables that are not stored in float32 are read, updated in float32 and rounded in one
+compiled pass, by every optimizer. XLA may contract a product and a sum into an FMA; here every
+product is rounded by itself, so that a result does not depend on how its variables are stored.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def fused_update(
 ) -> Gradients | None:
     """Applies dense gradients to float32 variables, and any to low-precision ones, in one pass.
 
-    `chance` seeds the stochastic rounding. Returns the gradients that Keras has to apply to end the
-    step, None if there are none; without a rule for the optimizer these are all. Without XLA only
-    SGD updates float32 variables here.
+    `chance` seeds the stochastic rounding. Returns the gradients that Keras has to apply to end
+    the step, None if there are none; without a rule for the optimizer these are all. Without
+    XLA only SGD updates float32 variables here.
     """
     rule = _rule_of(optimizer)
     copies = not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS)
@@ -64,7 +64,8 @@ def fused_update(
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         if not (all(fits) or any(map(_is_low, gradients.variables))):
             return gradients  # The norm may be global.
-        # Keras clips the rest a second time, without effect. It clips on each replica, then sums.
+        # Keras clips the rest a second time, without effect. It clips on each
+        # replica, then sums.
         gradients = gradients.clipped_by(optimizer)
     fused, others = gradients.split(fits)
     if fused.values:
@@ -133,8 +134,8 @@ def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step
     if rule.run is not None:
         # SGD uses the gradient only times the rate: divide that scalar.
         rate, divisor = rate / divisor, _number(1.0)
-    # Multiplying by the inverse is faster than dividing, and exact for powers of two. The inverse
-    # of the largest ones is subnormal, hence two factors.
+    # Multiplying by the inverse is faster than dividing, and exact for powers of two. The
+    # inverse of the largest ones is subnormal, hence two factors.
     first = tf.where(divisor > 2.0**64, _number(2.0**-64), 1.0)
     factors = first, 1.0 / (divisor * first)
     return _Step(factors, decay, rule.numbers(optimizer, rate), chance)
@@ -162,7 +163,7 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
     return _Update(given, keras_hooks.decays(optimizer, target), forms, handles, index)
 
 
-# ---- Stored numbers ------------------------------------------------------------------------------
+# ---- Stored numbers --------------------------------------------------------------------
 
 # Random streams reserved for each variable and its slots.
 NUMBERS_OF_ONE = 16
@@ -186,7 +187,7 @@ class _Cell(NamedTuple):
             tf.raw_ops.AssignVariableOp(resource=handle, value=part)
 
 
-# ---- The rules -----------------------------------------------------------------------------------
+# ---- The rules -------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
@@ -394,8 +395,8 @@ _UPDATES = ("update_step", "apply", "apply_gradients", "stateless_apply")
 
 
 def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
-    # Exact classes only: a subclass may compute something else, as may a method that was replaced
-    # on the object.
+    # Exact classes only: a subclass may compute something else, as may a method that was
+    # replaced on the object.
     if not vars(optimizer).keys().isdisjoint(_UPDATES):
         return None
     if type(optimizer) is not keras.optimizers.SGD:
@@ -405,12 +406,12 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
     return _NESTEROV if optimizer.nesterov else _MOMENTUM
 
 
-# ---- Compiled ------------------------------------------------------------------------------------
+# ---- Compiled --------------------------------------------------------------------------
 
 # Bytes of one call. On CPUs two calls that run at once fit into a shared cache.
 _ROOM = 8 << 20
-# Variables of one call. XLA's time grows faster than their number; one each makes more calls than
-# small updates can pay for.
+# Variables of one call. XLA's time grows faster than their number; one each makes more calls
+# than small updates can pay for.
 _MOST = 2
 
 
@@ -447,8 +448,8 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
         compiled(step, gradients, handles, numbers)
 
 
-# Traced once per layouts and compiled once per set of shapes. It takes handles, since a function of
-# variables is traced again for each of their shapes.
+# Traced once per layouts and compiled once per set of shapes. It takes handles, since a
+# function of variables is traced again for each of their shapes.
 @functools.lru_cache(maxsize=64)
 def _compiled(
     rule: _Rule,

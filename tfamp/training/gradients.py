@@ -151,12 +151,12 @@ def summed_checked_clipped(
 ) -> tuple[Gradients, Any, Any]:
     """Sums, checks and clips the gradients of a step.
 
-    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over replicas
-    are sent as float16 at that scale; sums are checked again, as they can overflow where no
-    replica's gradient does.
+    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over
+    replicas are sent as float16 at that scale; sums are checked again, as they can overflow
+    where no replica's gradient does.
 
-    Returns the gradients, whether all are finite on all replicas, and their norm before clipping,
-    None without a clip.
+    Returns the gradients, whether all are finite on all replicas, and their norm before
+    clipping, None without a clip.
     """
     if several_replicas() and float16_at is not None:
         gradients = gradients.summed_in_float16(float16_at)
@@ -195,11 +195,12 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
     return function(gradient)
 
 
-# ---- Checking ------------------------------------------------------------------------------------
+# ---- Checking --------------------------------------------------------------------------
 
 
 def _is_finite(gradient: Any, variable: Any, divisor: Any, limit: Callable[..., Any]) -> Any:
-    # Without a tf.cond, for which a GPU's host would wait: a step branches once, to update or not.
+    # Without a tf.cond, for which a GPU's host would wait: a step branches once, to
+    # update or not.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     dtype = None if variable is None else dtype_name(variable)
     next_value = is_next_value(variable)
@@ -226,7 +227,7 @@ def _in_dtype_of(variable: Any, gradient: Any) -> Any:
     return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
 
 
-# ---- Summing -------------------------------------------------------------------------------------
+# ---- Summing ---------------------------------------------------------------------------
 
 
 def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -235,7 +236,7 @@ def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
     return [g if g is None or is_next_value(v) else next(sums) for g, v in pairs]
 
 
-# ---- The norm ------------------------------------------------------------------------------------
+# ---- The norm --------------------------------------------------------------------------
 
 
 def _distinct_rows(gradient: Any) -> Any:
@@ -254,7 +255,7 @@ _NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-# ---- Arguments of users --------------------------------------------------------------------------
+# ---- Arguments of users ----------------------------------------------------------------
 
 
 def variable_name(variable: Any) -> str:
@@ -324,7 +325,7 @@ def _check_gradient(gradient: Any, variable: Any) -> None:
         )
 
 
-# ---- Replicas ------------------------------------------------------------------------------------
+# ---- Replicas --------------------------------------------------------------------------
 
 
 def check_in_replica() -> None:
@@ -349,9 +350,9 @@ def check_created_in_scope(variable: Any, user: str) -> None:
 def outside_the_graph(create: Callable[[], None]) -> None:
     """Calls a function that creates variables, outside the graph being traced.
 
-    Replicas are traced one after the other: the first one creates the variables. Variables created
-    in a replica during tracing cannot be initialized; Keras's optimizers fail there unless they
-    were built before.
+    Replicas are traced one after the other: the first one creates the variables. Variables
+    created in a replica during tracing cannot be initialized; Keras's optimizers fail there
+    unless they were built before.
     """
 
     def create_in_scope(strategy: tf.distribute.Strategy) -> None:

@@ -1,7 +1,7 @@
 """Rounding of float32 to 16 bits: nearest, stochastic, or split into two halves.
 
-Pure functions of tensors that work on bit patterns: eager, in a `tf.function` and compiled by XLA
-they have the same result, also where the processor flushes subnormal numbers to zero.
+Pure functions of tensors that work on bit patterns: eager, in a `tf.function` and compiled by
+XLA they have the same result, also where the processor flushes subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SHORT = 1 << 4
 def nearest(value: Any, dtype: Any) -> Any:
     """Rounds float32 to float16 or bfloat16; ties to even in float16, away from zero in bfloat16.
 
-    With ties away from zero the difference fits into 16 bits, as `split` needs; with ties to even
-    an even number is the nearest one to 2**16 + 1 float32 numbers. NaNs made by arithmetic are
-    propagated.
+    With ties away from zero the difference fits into 16 bits, as `split` needs; with ties to
+    even an even number is the nearest one to 2**16 + 1 float32 numbers. NaNs made by arithmetic
+    are propagated.
     """
     if tf.as_dtype(dtype) != tf.bfloat16:
         return tf.cast(value, dtype)
@@ -37,11 +37,12 @@ def stochastic(value: Any, dtype: Any, words: Any) -> Any:
     """Rounds float32 to one of the two float16 or bfloat16 neighbours, at random, unbiased.
 
     The probability of a neighbour is proportional to the distance from the other one.
-    Representable numbers, inf included, are exact; beyond the largest finite number it rounds to
-    nearest. NaNs made by arithmetic are propagated.
-    `words` are uniform uint32 numbers, one for each element.
+    Representable numbers, inf included, are exact; beyond the largest finite number it rounds
+    to nearest. NaNs made by arithmetic are propagated. `words` are uniform uint32 numbers, one
+    for each element.
 
-    Source: Zamirai et al., "Revisiting BFloat16 Training", 2020, which rounds bfloat16 weights so.
+    Source: Zamirai et al., "Revisiting BFloat16 Training", 2020, which rounds
+    bfloat16 weights so.
     """
     if tf.as_dtype(dtype) == tf.bfloat16:
         return _stochastic_bfloat16(value, words)
@@ -85,7 +86,7 @@ def joined(weight: Any, difference: Any) -> Any:
     return tf.bitcast(_raised(weight) + offset, tf.float32)
 
 
-# ---- Random numbers ------------------------------------------------------------------------------
+# ---- Random numbers --------------------------------------------------------------------
 
 
 def random_words(key: tuple[Any, Any], shape: Any) -> Any:
@@ -93,8 +94,8 @@ def random_words(key: tuple[Any, Any], shape: Any) -> Any:
 
     The number of an element does not depend on the size of the shape.
 
-    Source: a multiply-and-shift hash of the element's number, as in Wellons, "Prospecting for hash
-    functions", 2018: a few instructions, where Philox would take longer than the update.
+    Source: a multiply-and-shift hash of the element's number, as in Wellons, "Prospecting for
+    hash functions", 2018: a few instructions, where Philox would take longer than the update.
     """
     return _hashed(tf.bitwise.bitwise_xor(_numbers(shape), key[0]), key[1])
 
@@ -128,7 +129,7 @@ def _hashed(words: Any, salt: Any) -> Any:
     return tf.bitwise.bitwise_xor(words, _shifted(words, 16))
 
 
-# ---- Bit patterns --------------------------------------------------------------------------------
+# ---- Bit patterns ----------------------------------------------------------------------
 
 
 def _bits(value: Any) -> Any:
@@ -155,8 +156,8 @@ def _upper_half(bits: Any) -> Any:
 def _narrowed(bits: Any) -> Any:
     """Narrows 32-bit patterns to their lower 16 bits.
 
-    A cast of short rows may store 32 bits at the end of each row, over the next one if XLA updates
-    in place (seen in rows of 9, by LLVM of TensorFlow 2.21 for AVX512).
+    A cast of short rows may store 32 bits at the end of each row, over the next one if XLA
+    updates in place (seen in rows of 9, by LLVM of TensorFlow 2.21 for AVX512).
     """
     if bits.shape.rank and (bits.shape[-1] or _SHORT) < _SHORT:
         return tf.bitcast(bits, tf.uint16)[..., 0]

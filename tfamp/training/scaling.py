@@ -76,7 +76,8 @@ def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
 class Mark(NamedTuple):
     """A flag in a variable, shared by functions that are traced separately.
 
-    It is set while the variable equals `value`. Where that is a counter, counting clears all marks.
+    It is set while the variable equals `value`. Where that is a counter, counting
+    clears all marks.
     """
 
     variable: Any
@@ -102,15 +103,15 @@ class Mark(NamedTuple):
 class GradientRecord:
     """Record of one optimizer's gradients since its last step: unscaled? all finite?
 
-    Calls within one graph are recorded at trace time. The two marks hold them at run time, for a
-    step in another graph.
+    Calls within one graph are recorded at trace time. The two marks hold them at run time, for
+    a step in another graph.
 
     Args:
         scale: Variable with the loss scale.
         unscaled: Mark of gradients that were unscaled and not applied.
         nonfinite: Mark of unscaled gradients that were not finite.
-        in_use: Mark of a scale that a loss was multiplied by, or that was read. Until it is set,
-            gradients are taken as they are. None: the scale is always in use.
+        in_use: Mark of a scale that a loss was multiplied by, or that was read. Until it is
+            set, gradients are taken as they are. None: the scale is always in use.
 
     Attributes:
         was_used: Whether any call, in a trace that has perhaps not run yet, used the scale.
@@ -250,8 +251,8 @@ def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
 class _CallsPerGraph(threading.local):
     """The calls in each graph and in eager mode, per thread.
 
-    Per graph they hold under retracing and in several functions; per thread because each replica
-    of a `MirroredStrategy` is traced in its own thread.
+    Per graph they hold under retracing and in several functions; per thread because each
+    replica of a `MirroredStrategy` is traced in its own thread.
     """
 
     def __init__(self) -> None:

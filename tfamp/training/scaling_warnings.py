@@ -23,8 +23,8 @@ class ScalingWarnings:
         record: Record of its gradients.
 
     Attributes:
-        in_float16: Whether layers compute in float16 although the policy of the process does not;
-            `prepare` sets it.
+        in_float16: Whether layers compute in float16 although the policy of the process does
+            not; `prepare` sets it.
     """
 
     def __init__(self, name: str, record: GradientRecord) -> None:

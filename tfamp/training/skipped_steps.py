@@ -1,9 +1,9 @@
 """One warning where every step is skipped, which otherwise only the counters show.
 
-Reading a counter waits for the device, so steps are counted on the host, in eager mode and by calls
-of the `tf.function` that applies gradients, and a counter is read between steps when it can have
-reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads follow after 1,
-2, 4, 8 and 16 calls, as a call may run many steps.
+Reading a counter waits for the device, so steps are counted on the host, in eager mode and by
+calls of the `tf.function` that applies gradients, and a counter is read between steps when it
+can have reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads
+follow after 1, 2, 4, 8 and 16 calls, as a call may run many steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stores of weights - plain, low precision with float32 masters, rounded - and their update.
 
-A store maps each variable to the object that the optimizer updates, and moves values between them.
+A store maps each variable to the object that the optimizer updates, and moves
+values between them.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class PlainWeights:
 class MasterWeights(PlainWeights):
     """Low-precision weights with float32 masters, which the optimizer updates.
 
-    An update smaller than half the distance between two float16 numbers is lost when it is added
-    to a float16 weight, however often. Added to its master it is kept; the weight is the master,
-    rounded.
+    An update smaller than half the distance between two float16 numbers is lost when it is
+    added to a float16 weight, however often. Added to its master it is kept; the weight is the
+    master, rounded.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -132,8 +133,8 @@ class MasterWeights(PlainWeights):
     def load(self) -> None:
         """Copies values assigned to the variables since `store` to the masters.
 
-        An element that equals its rounded master keeps the master; any other was assigned, as by
-        loading weights, and replaces it.
+        An element that equals its rounded master keeps the master; any other was assigned, as
+        by loading weights, and replaces it.
         """
 
         def take_over_all() -> None:
@@ -321,7 +322,7 @@ def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any])
         )
 
 
-# ---- Masters and later assignments ---------------------------------------------------------------
+# ---- Masters and later assignments -----------------------------------------------------
 
 
 def _assigned(master: Any, value: Any) -> Any:
@@ -360,8 +361,8 @@ def _rounded_to_bfloat16(master: Any) -> Any:
     return nearest(master, tf.bfloat16)
 
 
-# Compiled like the rounding of the masters: on an H100, where this ran op by op beside a compiled
-# rounding, masters lost the bits that their weights lack.
+# Compiled like the rounding of the masters: on an H100, where this ran op by op beside a
+# compiled rounding, masters lost the bits that their weights lack.
 @_in_one_pass
 def _next_master(master: Any, value: Any) -> Any:
     return tf.where(_assigned(master, value), tf.cast(value, tf.float32), master)
@@ -372,7 +373,7 @@ def _differs(master: Any, value: Any) -> Any:
     return tf.reduce_any(_assigned(master, value))
 
 
-# ---- The update ----------------------------------------------------------------------------------
+# ---- The update ------------------------------------------------------------------------
 
 
 # Calls a function on each replica with its own arguments.
@@ -382,9 +383,9 @@ OnEach = Callable[..., None]
 def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
     """Calls `function(on_each, condition, *arguments)` in a context where `tf.cond` may update.
 
-    Most strategies do not allow a condition around an update on a replica; for those the function
-    is called once, in cross-replica context. `on_each(update, *arguments)` calls an update on every
-    replica with its own arguments. The condition is equal on all replicas.
+    Most strategies do not allow a condition around an update on a replica; for those the
+    function is called once, in cross-replica context. `on_each(update, *arguments)` calls an
+    update on every replica with its own arguments. The condition is equal on all replicas.
     """
     if not (runs_tensorflow() and tf_private.strategy_needs_merge_call()):
         function(lambda update, *own: update(*own), condition, *arguments)
@@ -410,8 +411,8 @@ def apply_if_finite(
 ) -> None:
     """Applies gradients if they are `finite`; otherwise changes nothing.
 
-    `finite` is equal on all replicas. `skips=False` always applies them. `record` is then called
-    with `finite`, once for all replicas.
+    `finite` is equal on all replicas. `skips=False` always applies them. `record` is then
+    called with `finite`, once for all replicas.
     """
 
     def apply_own(values: list[Any], divisor: Any) -> None:
@@ -459,9 +460,9 @@ def _view_of(optimizer: Any, summed: bool) -> Any:
     """Returns a view of an optimizer, which shares its variables, to call `apply` on.
 
     The view of `summed` gradients does not sum them over replicas again, which Keras's `apply`
-    always does. Keras counts iterations with a `merge_call`, which a condition on a replica does
-    not allow: there the view counts in the replica's own copy. The optimizer is not modified, as
-    replicas may run in threads.
+    always does. Keras counts iterations with a `merge_call`, which a condition on a replica
+    does not allow: there the view counts in the replica's own copy. The optimizer is not
+    modified, as replicas may run in threads.
     """
     kind, methods = type(optimizer), {}
     if summed:
