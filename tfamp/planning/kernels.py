@@ -65,7 +65,7 @@ class KernelFact:
     Attributes:
         op: The op type.
         low: Pairs (library, dtype) in which it adds up in the dtype of its tensors.
-        terms: How many values it adds up for each result: a key of `TERMS`.
+        terms: How many values it adds up for one result: a key of `TERMS`.
         form: Which calls of the op are meant: a key of `FORMS`.
         instead: What is exact in its place: "float32" for the op in float32, or an op type.
         gradient_of: Ops whose gradients run it, which are the ones that a forward pass sees.
@@ -119,7 +119,7 @@ def _input(call: OpCall, number: int) -> PartialShape:
 
 
 def _reduced(call: OpCall) -> float:
-    """Input elements for each element of the output."""
+    """Input elements for one element of the output."""
     results = _size(call.output)
     return _size(_input(call, 0)) / max(results, 1) if results < _UNKNOWN else _UNKNOWN
 
@@ -149,7 +149,7 @@ def _indexes(number: int) -> Callable[[OpCall], float]:
 
 
 def _not_channels(call: OpCall) -> float:
-    """Elements for each channel of the input."""
+    """Elements for one channel of the input."""
     shape = _input(call, 0)
     if not shape:
         return _UNKNOWN
@@ -171,7 +171,8 @@ def _contracted(call: OpCall) -> float:
     for axes, shape in zip(inputs.split(","), call.inputs, strict=False):
         if shape is None or "." in axes or len(axes) != len(shape):
             return _UNKNOWN
-        sizes.update((a, _UNKNOWN if d is None else d) for a, d in zip(axes, shape, strict=True))
+        for axis, size in zip(axes, shape, strict=True):
+            sizes[axis] = _UNKNOWN if size is None else size
     return math.prod(size for axis, size in sizes.items() if axis not in output)
 
 
@@ -232,10 +233,10 @@ _ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
 _ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
 # Ops whose gradients add up over broadcast axes, by Sum.
 BROADCASTING = (
-    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue", "Div",
-    "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow", "RealDiv",
-    "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile", "Xdivy", "Xlog1py",
-    "Xlogy",
+    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue",
+    "Div", "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow",
+    "RealDiv", "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile",
+    "Xdivy", "Xlog1py", "Xlogy",
 )  # fmt: skip
 # Ops whose gradients add up, by Sum, what one value was used for, or how many
 # values are largest.
@@ -270,9 +271,17 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     # In bfloat16 a CPU's squares are rounded before they are added up.
     KernelFact(op="L2Loss", low=_in(eigen=_BF16, gpu=_BOTH), terms="unknown"),
-    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
-        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+        op="Cumsum",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="axis",
+        gradient_of=("Cumsum",),
+    ),
+    KernelFact(
+        op="Cumprod",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="axis",
+        gradient_of=("Cumprod", "Prod"),
     ),
     KernelFact(
         op="CumulativeLogsumexp",
@@ -577,13 +586,13 @@ def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) ->
 
 @functools.cache
 def forward_ops(device: str, onednn: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Ops whose gradients run an inexact kernel, each with the dtypes in which they do."""
-    found: dict[str, frozenset[str]] = {}
+    """Ops whose gradients run an inexact kernel, with the dtypes in which they do."""
+    dtypes_of: dict[str, frozenset[str]] = {}
     for fact in KERNEL_FACTS:
         dtypes = {d for d in LOW_PRECISION if fact in facts_of(fact.op, d, device, onednn)}
         for op in fact.gradient_of:
-            found[op] = found.get(op, frozenset()) | dtypes
-    return found
+            dtypes_of[op] = dtypes_of.get(op, frozenset()) | dtypes
+    return dtypes_of
 
 
 OPS = frozenset(fact.op for fact in KERNEL_FACTS)

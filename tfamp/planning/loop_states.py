@@ -98,23 +98,30 @@ class _Body:
         if argument not in before:
             return []
         behind = reach([argument], along(before.__contains__, self._made_of))
-        found = [slot for slot in before if slot in behind]
-        if any(self._is_called(slot) for slot in found):
-            return found
+        between = [slot for slot in before if slot in behind]
+        if any(self._is_called(slot) for slot in between):
+            return between
         fanin = self._index.fanin
         factors, terms = (
-            [s for slot in found if self._ops[slot] in ops for s in fanin[slot] if s not in behind]
+            [
+                source
+                for slot in between
+                if self._ops[slot] in ops
+                for source in fanin[slot]
+                if source not in behind
+            ]
             for ops in (_SCALING, _ADDING)
         )
-        adds = any(self._ops[slot] in _ADDING for slot in found)
+        adds = any(self._ops[slot] in _ADDING for slot in between)
         by_constants = not self._depends_on(factors)
         if adds and (by_constants or argument not in self._depends_on([*factors, *terms])):
-            return found
+            return between
         return []
 
     def _made_from(self, slot: int) -> Sequence[int]:
         """The inputs of an op that a state may go through."""
-        return self._taken[slot] if self._ops[slot] in _ON_THE_WAY or self._is_called(slot) else ()
+        passes_on = self._ops[slot] in _ON_THE_WAY or self._is_called(slot)
+        return self._taken[slot] if passes_on else ()
 
     def _is_called(self, slot: int) -> bool:
         node = self._index.node_of(slot)
@@ -128,7 +135,7 @@ class _Body:
         """
         index = self._index
         return [
-            [source for own in index.node_of(slot).slots for source in index.fanin[own]]
+            [source for s in index.node_of(slot).slots for source in index.fanin[s]]
             if self._is_called(slot) or self._ops[slot] in _LISTS
             else index.fanin[slot]
             for slot in range(len(index.slots))
@@ -137,11 +144,11 @@ class _Body:
     @functools.cached_property
     def _made_of(self) -> Sequence[Sequence[int]]:
         """For each slot those whose op takes it."""
-        found: list[list[int]] = [[] for _ in self._taken]
+        takers: list[list[int]] = [[] for _ in self._taken]
         for slot, sources in enumerate(self._taken):
             for source in sources:
-                found[source].append(slot)
-        return found
+                takers[source].append(slot)
+        return takers
 
     def _depends_on(self, slots: Iterable[int]) -> Collection[int]:
         """The variables, of this or earlier iterations, that some slots are computed from.

@@ -76,9 +76,12 @@ Arc: TypeAlias = tuple[Hashable, Hashable, float]
 
 
 def _slot_arcs(
-    free: Collection[int], costs: ScopeCosts, regions: Regions, casts: Mapping[int, Sequence[int]]
+    free: Collection[int],
+    costs: ScopeCosts,
+    regions: Regions,
+    casts: Mapping[int, Sequence[int]],
 ) -> Iterator[Arc]:
-    """Arcs for the time of each slot, and for slots that must agree."""
+    """Arcs for the times of slots, and for slots that must agree."""
     for slot in free:
         as_it_is, converted = costs.slots[slot]
         if converted > as_it_is:
@@ -118,6 +121,8 @@ def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> I
 _INFINITE = 2**30
 # Capacities are rounded to multiples of this, or of the next power of two that lets them fit.
 # All small graphs share one step, so that rounding does not depend on the rest of a graph.
+# It is a nanosecond: times are in seconds, and with `_INFINITE` a graph of up to a second
+# has this step.
 _FINEST_STEP = 2.0**-30
 
 
@@ -154,17 +159,18 @@ def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> froze
     numbers = {vertex: number for number, vertex in enumerate(vertices)}
     ends = np.array([(numbers[tail], numbers[head]) for tail, head, _ in arcs], np.int32)
     values = np.array([capacity for _, _, capacity in arcs], float)
-    graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=(len(vertices), len(vertices)))
+    shape = (len(vertices), len(vertices))
+    graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=shape)
     finite = np.isfinite(graph.data)
     step = _FINEST_STEP
-    # Rounding adds at most half a step to each capacity.
+    # Rounding adds at most half a step to a capacity.
     while graph.data[finite].sum() / step + finite.sum() >= _INFINITE:
         step *= 2
     graph.data = np.where(finite, np.round(graph.data / step), _INFINITE).astype(np.int32)
-    found: Any = maximum_flow(graph, 0, 1)
-    if found.flow_value >= _INFINITE:
+    maximum: Any = maximum_flow(graph, 0, 1)
+    if maximum.flow_value >= _INFINITE:
         raise ValueError("Every cut between source and sink has an infinite edge.")
-    residual = csr_matrix(graph - found.flow)
+    residual = csr_matrix(graph - maximum.flow)
     residual.eliminate_zeros()
     reached = breadth_first_order(residual, 0, return_predecessors=False)
     return frozenset(vertices[number] for number in reached)

@@ -96,7 +96,7 @@ class TensorRange:
 
     def joined(self, other: TensorRange) -> TensorRange:
         """Returns the range over two runs."""
-        shapes = [each.shape for each in (self, other) if each.shape is not None]
+        shapes = [run.shape for run in (self, other) if run.shape is not None]
         return TensorRange(
             max(self.max_abs, other.max_abs),
             self.nonfinite or other.nonfinite,
@@ -123,22 +123,22 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
         anyway are left out: sources, calls, and nodes without a kernel.
     """
     stored, left_out = _stored_nodes(index), _fixed_nodes(index)
-    seen = _measured(index, ranges)
+    measured = _measured(index, ranges)
     worst: dict[int, tuple[float, Reason]] = {}
     for position, tensor in _ends(index):
         producer = tensor[0]
-        found = seen.get(tensor)
-        if found is None or position in left_out:
+        measured_range = measured.get(tensor)
+        if measured_range is None or position in left_out:
             continue
         name = index.nodes[producer].name
         rule, where = "data_max", "its output" if position == producer else f"its input {name}"
         if producer in stored:
             rule, where = "constant_max", f"the constant {name}"
-        verdict = _judge(found, rule, getattr(limits, rule), where)
+        verdict = _judge(measured_range, rule, getattr(limits, rule), where)
         if verdict and (position not in worst or verdict[0] > worst[position][0]):
             worst[position] = verdict
     chosen = {position: reason for position, (_, reason) in worst.items()}
-    for position, depth in _depths(index, seen):
+    for position, depth in _depths(index, measured):
         node = index.nodes[position]
         limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
         can_be_low = any(index.slots[slot].can_be_low for slot in node.slots)
@@ -153,14 +153,14 @@ def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
     positions = {node.name: position for position, node in enumerate(index.nodes)}
     constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
     return constants | {
-        (positions[name], port): found
-        for (scope, name, port), found in ranges.items()
+        (positions[name], port): tensor_range
+        for (scope, name, port), tensor_range in ranges.items()
         if scope == index.scope and name in positions
     }
 
 
 def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
-    """Nodes at both ends of each edge that could be converted, with the tensor."""
+    """Nodes at both ends of the edges that could be converted, with the tensor."""
     for edge in index.edges:
         if index.slots[edge.source].dtype == FLOAT32:
             for slot in (index.slots[edge.source], index.slots[edge.target]):
@@ -169,7 +169,7 @@ def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
 
 
 def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
-    """Nodes with dtypes that the structure fixes, which is the better reason: sources, calls."""
+    """Nodes whose dtypes the structure fixes, which is the better reason: sources, calls."""
     return frozenset(
         position
         for position, node in enumerate(index.nodes)
@@ -190,18 +190,22 @@ def _stored_nodes(index: GraphIndex) -> frozenset[int]:
     return frozenset(reach(roots, lambda node: passing[node]))
 
 
-def _judge(found: TensorRange, name: str, limit: float, where: str) -> tuple[float, Reason] | None:
-    if limit == math.inf or not (found.nonfinite or found.max_abs > limit):
+def _judge(
+    measured: TensorRange, name: str, limit: float, where: str
+) -> tuple[float, Reason] | None:
+    if limit == math.inf or not (measured.nonfinite or measured.max_abs > limit):
         return None
-    if found.nonfinite:
+    if measured.nonfinite:
         return math.inf, Reason(RULE, f"a value in {where} is not finite in float32 already")
-    text = f"a value of {found.max_abs:.6g} in {where} exceeds {name} {limit:.6g}"
-    return found.max_abs, Reason(RULE, text)
+    text = f"a value of {measured.max_abs:.6g} in {where} exceeds {name} {limit:.6g}"
+    return measured.max_abs, Reason(RULE, text)
 
 
 def _depths(index: GraphIndex, ranges: Mapping[Tensor, TensorRange]) -> Iterator[tuple[int, int]]:
-    """Number of values that nodes sum for each result, by the measured shapes."""
-    shapes = {tensor: each.shape for tensor, each in ranges.items() if each.shape is not None}
+    """Number of values that nodes sum for one result, by the measured shapes."""
+    shapes = {
+        tensor: measured.shape for tensor, measured in ranges.items() if measured.shape is not None
+    }
     inputs = defaultdict[int, dict[int, Shape]](dict)
     for edge in index.edges:
         if (tensor := index.tensor(edge)) in shapes:

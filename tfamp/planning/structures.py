@@ -183,16 +183,16 @@ class GraphIndex:
     @functools.cached_property
     def inputs(self) -> Sequence[Sequence[Edge]]:
         """For each node the edges to it, in the order of its inputs."""
-        found: list[list[Edge]] = [[] for _ in self.nodes]
+        edges_to: list[list[Edge]] = [[] for _ in self.nodes]
         for edge in self.edges:
-            found[self.slots[edge.target].node].append(edge)
-        return found
+            edges_to[self.slots[edge.target].node].append(edge)
+        return edges_to
 
     def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.slots]
+        table: list[list[int]] = [[] for _ in self.slots]
         for slot, neighbour in pairs:
-            found[slot].append(neighbour)
-        return tuple(tuple(dict.fromkeys(each)) for each in found)
+            table[slot].append(neighbour)
+        return tuple(tuple(dict.fromkeys(near)) for near in table)
 
     def size(self, tensor: Tensor) -> int | None:
         """Returns a tensor's number of elements; None if its shape is unknown."""
@@ -207,17 +207,17 @@ class GraphIndex:
     @functools.cached_property
     def users(self) -> Mapping[str, set[int]]:
         """For each dtype the nodes that take or make tensors of it, by position."""
-        found = defaultdict[str, set[int]](set)
-        for node, slots in enumerate(each.slots for each in self.nodes):
-            for slot in slots:
-                found[self.slots[slot].dtype].add(node)
-        return found
+        users = defaultdict[str, set[int]](set)
+        for position, node in enumerate(self.nodes):
+            for slot in node.slots:
+                users[self.slots[slot].dtype].add(position)
+        return users
 
     def cast_ends(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yields the float32 slots of Casts with their neighbours, if there are any."""
-        for slot, found in enumerate(self.slots):
-            if found.dtype == FLOAT32 and self.nodes[found.node].op == "Cast":
-                ends = (self.fanout if found.attr == "DstT" else self.fanin)[slot]
+        for slot, type_slot in enumerate(self.slots):
+            if type_slot.dtype == FLOAT32 and self.nodes[type_slot.node].op == "Cast":
+                ends = (self.fanout if type_slot.attr == "DstT" else self.fanin)[slot]
                 if ends:
                     yield slot, ends
 
@@ -498,33 +498,33 @@ def node_name(tensor: str) -> str:
 def free_name(name: str, taken: Container[str]) -> str:
     """Returns a name, with a number behind it if it is taken."""
     numbered = (f"{name}_{number}" for number in itertools.count(1))
-    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K, K]:
-    """Returns the keys that can be reached from roots, breadth first, each with its predecessor.
+    """Returns the keys that can be reached from roots, breadth first, with their predecessors.
 
     A root, reached from itself, comes first.
     """
-    found = {root: root for root in roots}
-    pending = list(found)
+    predecessors = {root: root for root in roots}
+    pending = list(predecessors)
     for near in pending:  # It grows while it is iterated.
-        for each in neighbours(near):
-            if each not in found:
-                found[each] = near
-                pending.append(each)
-    return found
+        for key in neighbours(near):
+            if key not in predecessors:
+                predecessors[key] = near
+                pending.append(key)
+    return predecessors
 
 
 def along(
     enters: Callable[[int], bool], *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
     """Returns a neighbour function for `reach`: those in some tables that may be entered."""
-    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
+    return lambda slot: [near for table in tables for near in table[slot] if enters(near)]
 
 
 def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> list[K]:
-    """Returns keys in topological order, otherwise as given."""
+    """Returns keys in topological order, otherwise in theirs."""
     pending = list(keys)[::-1]
     known = set(pending)
     ordered: dict[K, None] = {}
@@ -534,7 +534,7 @@ def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> l
         # The sources of a started key are done, or it is in a loop of TensorFlow 1.
         near = () if key in started else sources(key)
         started.add(key)
-        waits = [each for each in near if each in known and each not in started]
+        waits = [source for source in near if source in known and source not in started]
         pending += waits[::-1]
         if not waits:
             ordered[pending.pop()] = None
