@@ -125,13 +125,14 @@ class RewriteOptions:
         float32: with bfloat16, which has float32's range, from the last reduction on; with
         float16 from the start, as squares of gradients and unscaled gradients underflow.
         """
-        is_grapplers = all(
-            getattr(self.op_lists, color) == getattr(op_sets, f"{self.dtype}_{color}".upper())
-            for color in COLORS
-        )
-        if is_grapplers and not self.exact_statistics:
+        if not self.exact_statistics and self._has_grapplers_lists():
             return "low"
         return "reduced" if self.dtype == "bfloat16" else "float32"
+
+    def _has_grapplers_lists(self) -> bool:
+        theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
+        lists = (getattr(self.op_lists, color) for color in COLORS)
+        return all(ops == known for ops, known in zip(lists, theirs, strict=True))
 
     @property
     def exact_statistics(self) -> bool:
