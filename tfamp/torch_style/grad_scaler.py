@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfamp.core import options
 from tfamp.core.dtypes import float_format
+from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import (
     checked_backoff_factor,
     checked_growth_factor,
@@ -184,7 +185,9 @@ class GradScaler(tf.Module):
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "step")
         return self._step("step", optimizer, grads, variables)
 
-    def _step(self, call: str, optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
+    def _step(
+        self, call: str, optimizer: Optimizer, grads: list[Tensor], variables: list[Variable]
+    ) -> Tensor:
         if not self._enabled:
             optimizer.apply_gradients(zip(grads, variables, strict=True))
             return tf.constant(True)
@@ -263,7 +266,7 @@ class GradScaler(tf.Module):
         self.update()
         return applied
 
-    def _follow_the_rule(self, finite: Any) -> None:
+    def _follow_the_rule(self, finite: Tensor) -> None:
         """Updates the scale after an iteration with finite gradients or not."""
         good = tf.where(finite, self._growth_tracker + 1, 0)
         # ">=", not "==": an interval made shorter than the count still takes effect.
@@ -371,8 +374,8 @@ class GradScaler(tf.Module):
             # As PyTorch, which distinguishes a disabled scaler's empty state from
             # a damaged one.
             raise (KeyError if state_dict else RuntimeError)(
-                f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
-                "Pass what state_dict() of an enabled GradScaler returned."
+                f"The state dict has no {', '.join(map(repr, missing))}, only "
+                f"{list(state_dict)}. Pass what state_dict() of an enabled GradScaler returned."
             )
         # All are checked first: a bad value must not restore half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
@@ -395,7 +398,7 @@ _TOO_LATE = {"unscale": ("unscale", "step"), "step": ("step",), "minimize": ("un
 class _Record(GradientRecord):
     """Record of an optimizer's gradients since the last update, with its step."""
 
-    def __init__(self, scale: Any, make_mark: Callable[[], Mark]) -> None:
+    def __init__(self, scale: tf.Variable, make_mark: Callable[[], Mark]) -> None:
         super().__init__(scale, unscaled=make_mark(), nonfinite=make_mark())
         self.stepped = make_mark()
 
@@ -419,7 +422,8 @@ class _Iteration:
         # int64, as comparisons of int32 run on the host.
         self._number = _variable("int64", 0)
         self._checked, self._nonfinite = self._mark(), self._mark()
-        self._records: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[Optimizer, _Record]
+        self._records = weakref.WeakKeyDictionary()
 
     def _mark(self) -> Mark:
         return Mark(_variable("int64", -1), self._number)
@@ -433,9 +437,9 @@ class _Iteration:
         if last in _TOO_LATE[call]:
             fault = "has already been called" if call == last else f"is called after {last}()"
             raise RuntimeError(
-                f"{call}() {fault} on this optimizer since the last update(). In each iteration "
-                "call unscale() at most once, then step() or, without unscale(), minimize(), then "
-                "update()."
+                f"{call}() {fault} on this optimizer since the last update(). In each "
+                "iteration call unscale() at most once, then step() or, without unscale(), "
+                "minimize(), then update()."
             )
         if last is None:
             record.forget_here()  # Eager calls of an iteration that a function ended.
@@ -449,7 +453,7 @@ class _Iteration:
 
         outside_the_graph(create)
 
-    def note(self, finite: Any) -> None:
+    def note(self, finite: Tensor) -> None:
         """Records that gradients were checked, and whether they were finite."""
         self._checked.set()
         self._nonfinite.set(tf.logical_not(finite))
@@ -458,13 +462,13 @@ class _Iteration:
         """Raises, in eager mode, if no gradients were checked in this iteration."""
         if tf.executing_eagerly() and not self._checked.is_set:
             raise RuntimeError(
-                "No inf checks were recorded prior to update(). Call step() or unscale() first, "
-                "with every optimizer of the iteration."
+                "No inf checks were recorded prior to update(). Call step() or unscale() "
+                "first, with every optimizer of the iteration."
             )
 
     @property
-    def all_finite(self) -> Any:
-        """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
+    def all_finite(self) -> Tensor:
+        """Whether the gradients of all optimizers were finite in this iteration, a tensor."""
         return tf.logical_not(self._nonfinite.is_set)
 
     def start_next(self) -> None:
