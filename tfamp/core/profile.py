@@ -66,7 +66,8 @@ class MachineProfile:
         for name, table in (("peaks", self.peaks), ("ops", self.ops)):
             for key, row in table.items():
                 _check_names(f"{name}[{key!r}]", row, DTYPES)
-                numbers |= {f"{name}[{key!r}][{dtype!r}]": value for dtype, value in row.items()}
+                for dtype, value in row.items():
+                    numbers[f"{name}[{key!r}][{dtype!r}]"] = value
         for name, value in numbers.items():
             is_none = value == 0 and name in ("op_overhead", "least_gain")
             if not isinstance(value, int | float) or not (is_none or 0 < value < math.inf):
@@ -93,8 +94,8 @@ class MachineProfile:
             return MachineProfile(**json.loads(text))
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"a profile must be a JSON object with {', '.join(MachineProfile.__slots__)}, as "
-                f"MachineProfile.to_json() writes it: {error}"
+                f"a profile must be a JSON object with {', '.join(MachineProfile.__slots__)}, "
+                f"as MachineProfile.to_json() writes it: {error}"
             ) from error
 
 
