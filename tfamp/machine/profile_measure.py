@@ -22,7 +22,8 @@ from tfamp.core.kinds import Tensor
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
 from tfamp.interop import tf_private
 
-# The speed of a kind of op in a dtype without a kernel, relative to float32.
+# The speed of a kind of op in a dtype without a kernel, relative to float32. A choice: slower
+# than any kernel, so that no placement picks the dtype.
 NO_KERNEL = 1e-3
 # Seconds for which short work is repeated in a round. A choice: much longer than a clock's and
 # a start's error, and so short that two seconds hold many rounds; likewise the most repeats.

@@ -177,8 +177,8 @@ class _Values:
         large, lost = self._constants_beyond(dtype)
         if not large and not lost:
             return {}
-        # The slots that such a value reaches, each with whether it holds no such value if it is
-        # low: `graph.passes` clips constants of choices to the range of the dtype.
+        # The slots that such a value reaches. True for those whose values are in range if they
+        # are low: `graph.passes` clips constants of choices to the range of the dtype.
         fits = dict.fromkeys([*large, *lost], False)
         masked: dict[int, Reason] = {}
         for _ in self._walks(masked, fits):
@@ -537,7 +537,7 @@ class _Values:
         Such a product has an operand that comes from behind a scalar, and another one that
         leads to the scalar through a product; it does not lead there itself.
         """
-        # The scalar is bit 1 of the masks in this graph, where y and dw are products:
+        # The loss is the only scalar of this graph, so masks are 0 or 1; y and dw are products:
         #
         #     h ---> y = h @ w ---> square ---> loss            leads  across  last  behind
         #     |      |                                  h         1      1      0      0
