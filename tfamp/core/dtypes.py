@@ -45,8 +45,9 @@ def given_low_dtype(dtype: Any, others: tuple[str, ...] = ()) -> str | None:
         return None
     if name not in (accepted := (*LOW_PRECISION, *others)):
         choices = ", ".join((*accepted, "auto"))
-        own = str(name).removeprefix("mixed_")
-        hint = f" That is a policy; give {own!r}." if own != name and own in accepted else ""
+        bare = str(name).removeprefix("mixed_")
+        is_policy = bare != name and bare in accepted
+        hint = f" That is a policy; give {bare!r}." if is_policy else ""
         raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.{hint}")
     return str(name)
 

@@ -6,7 +6,7 @@ import re
 
 
 def described(value: object) -> str:
-    """Describes a value given instead of an object of Keras 3, with advice, to end a message."""
+    """Describes a value that is not of Keras 3, with advice, to end a message."""
     owner = value if isinstance(value, type) else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}".removeprefix("builtins.")
     text = f"the class {name}" if value is owner else f"{value!r:.80} of type {name}"

@@ -1,7 +1,7 @@
-"""Names for values of TensorFlow and Keras in annotations: what an argument is, at first reading.
+"""Names for values of TensorFlow and Keras in annotations: what an argument is, at first sight.
 
-TensorFlow and Keras carry no types that a checker could use, and this package imports neither of
-them, so each name is an alias of `Any`.
+TensorFlow and Keras carry no types that a checker could use, and this package imports neither
+of them, so each name is an alias of `Any`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 # Values.
-Tensor: TypeAlias = Any  # Eager or symbolic, of TensorFlow or of Keras, also `tf.IndexedSlices`.
+Tensor: TypeAlias = Any  # Eager or symbolic, of TensorFlow or Keras, also `tf.IndexedSlices`.
 Variable: TypeAlias = Any  # A `tf.Variable` or `keras.Variable`.
 Handle: TypeAlias = Any  # A resource tensor: the handle of a variable.
 Nest: TypeAlias = Any  # Tensors in nested lists, tuples and dicts, as `tf.nest` takes them.
+Operand: TypeAlias = Any  # A value that an op takes: a tensor, variable, array, number or None.
 DType: TypeAlias = Any  # A `tf.DType`, or the name of one.
 
 # Keras.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from tfamp.core.kinds import Tensor
 from tfamp.core.options import checked_count, checked_flag, checked_number, checked_scale
 
 
-def checked_growth_factor(value: Any) -> float:
+def checked_growth_factor(value: object) -> float:
     """Returns `value` as a float after checking that a loss scale can grow by it."""
     return checked_number("growth_factor", value, low=1.0, high=math.inf, bounds="()")
 
 
-def checked_backoff_factor(value: Any) -> float:
+def checked_backoff_factor(value: object) -> float:
     """Returns `value` as a float after checking that a loss scale can back off by it."""
     return checked_number("backoff_factor", value, low=0.0, high=1.0, bounds="()")
 
@@ -29,8 +31,8 @@ class FixedLossScale:
 
     Args:
         scale: The factor the loss is multiplied by, positive and finite.
-        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. With False it
-            is applied and can write inf or NaN into the weights.
+        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. With False
+            it is applied and can write inf or NaN into the weights.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -58,18 +60,19 @@ class FixedLossScale:
 class DynamicLossScale:
     """A loss scale that backs off after an overflow and grows after a run of good steps.
 
-    The rule follows Micikevicius et al., "Mixed Precision Training" (2018), as in TensorFlow and
-    PyTorch, with a floor, a ceiling and hysteresis.
+    The rule follows Micikevicius et al., "Mixed Precision Training" (2018), as in TensorFlow
+    and PyTorch, with a floor, a ceiling and hysteresis.
 
     Args:
-        initial_scale: Scale of the first step. If it is too high, a few steps are skipped; if it is
-            too low, gradients are flushed to zero until it has grown. Prefer a high value.
+        initial_scale: Scale of the first step. If it is too high, a few steps are
+            skipped; if it is too low, gradients are flushed to zero until it has grown.
+            Prefer a high value.
         growth_factor: Factor the scale is multiplied by after `growth_steps` finite steps in a
             row; greater than 1.
         backoff_factor: Factor the scale is multiplied by after an overflow; between 0 and 1.
         growth_steps: Number of finite steps in a row before the scale grows.
-        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; earlier ones
-            only skip their step. A finite step resets the count.
+        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; earlier
+            ones only skip their step. A finite step resets the count.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
 
@@ -131,8 +134,9 @@ def resolve_loss_scale(
         return built if dynamic else _without_changes(built)
     if built != DynamicLossScale() or not dynamic:
         raise ValueError(
-            "loss_scale replaces dynamic, initial_scale and the arguments after it; give either "
-            f"loss_scale or those. Got loss_scale={loss_scale!r} and other than default values."
+            "loss_scale replaces dynamic, initial_scale and the arguments after it; give "
+            f"either loss_scale or those. Got loss_scale={loss_scale!r} and other than default "
+            "values."
         )
     if isinstance(loss_scale, (FixedLossScale, DynamicLossScale)):
         return loss_scale
@@ -158,29 +162,30 @@ _OF_CHANGES = ("growth_factor", "backoff_factor", "growth_steps", "hysteresis")
 
 def _without_changes(built: DynamicLossScale) -> FixedLossScale:
     """Returns the scale of `dynamic=False`; raises if an argument would have no effect."""
-    given = {name: getattr(built, name) for name in _OF_CHANGES}
-    changes = [f"{n}={v!r}" for n, v in given.items() if v != getattr(DynamicLossScale, n)]
+    values = {name: getattr(built, name) for name in _OF_CHANGES}
+    changes = [f"{n}={v!r}" for n, v in values.items() if v != getattr(DynamicLossScale, n)]
     if changes:
         raise ValueError(
-            f"With dynamic=False the scale stays at initial_scale; got {', '.join(changes)} too. "
-            "Leave it out, or leave out dynamic=False for a scale that changes."
+            f"With dynamic=False the scale stays at initial_scale; got {', '.join(changes)} "
+            "too. Leave it out, or leave out dynamic=False for a scale that changes."
         )
     return FixedLossScale(built.initial_scale)
 
 
-# ---- The state -----------------------------------------------------------------------------------
+# ---- The state -------------------------------------------------------------------------
 
-# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share this
-# code: the caller passes the array library. Nothing here branches in Python on a tensor, so a step
-# never waits for the device.
+# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share
+# this code: the caller passes the array library. Nothing here branches in Python on a tensor,
+# so a step never waits for the device.
 #
-#     finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
-#     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor (at least
-#                    min_scale)
+#     finite step    good_steps + 1; at growth_steps: 0, and scale * growth_factor (at most
+#                    max_scale)
+#     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor
+#                    (at least min_scale)
 
 
 class LossScaleState(NamedTuple):
-    """The state that changes from step to step; each field is a scalar tensor or a plain number.
+    """The state that changes from step to step; its fields are scalar tensors or numbers.
 
     Attributes:
         scale: The loss scale, float32.
@@ -189,10 +194,10 @@ class LossScaleState(NamedTuple):
         consecutive_skipped_steps: Steps skipped since the last finite one, integer.
     """
 
-    scale: Any
-    good_steps: Any
-    skipped_steps: Any
-    consecutive_skipped_steps: Any
+    scale: Tensor
+    good_steps: Tensor
+    skipped_steps: Tensor
+    consecutive_skipped_steps: Tensor
 
 
 def initial_state(rule: LossScale) -> LossScaleState:
@@ -200,12 +205,14 @@ def initial_state(rule: LossScale) -> LossScaleState:
     return LossScaleState(rule.initial_scale, 0, 0, 0)
 
 
-def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
+def next_state(
+    rule: LossScale, state: LossScaleState, finite: Tensor, xp: ModuleType
+) -> LossScaleState:
     """Returns the state after one step, whose gradients were all `finite` or not.
 
-    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can change
-    after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops` or
-    `numpy`; it needs `where`, `minimum` and `maximum`.
+    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can
+    change after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops`
+    or `numpy`; it needs `where`, `minimum` and `maximum`.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state
@@ -213,10 +220,14 @@ def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossSc
         skipped_steps=xp.where(finite, state.skipped_steps, state.skipped_steps + 1),
         consecutive_skipped_steps=xp.where(finite, 0, state.consecutive_skipped_steps + 1),
     )
-    return counted if isinstance(rule, FixedLossScale) else _rescaled(rule, counted, finite, xp)
+    if isinstance(rule, FixedLossScale):
+        return counted
+    return _rescaled(rule, counted, finite, xp)
 
 
-def _rescaled(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
+def _rescaled(
+    rule: DynamicLossScale, state: LossScaleState, finite: Tensor, xp: ModuleType
+) -> LossScaleState:
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": an interval that is shortened below the count still takes effect.
     grows = good_steps >= rule.growth_steps

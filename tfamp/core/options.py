@@ -18,24 +18,26 @@ _Options = TypeVar("_Options")
 PLACEMENTS = ("min_cut", "lists", "fused")
 
 
-def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:
+def checked_number(
+    name: str, value: object, *, low: float, high: float, bounds: str = "[]"
+) -> float:
     """Returns `value` as a float after checking that it is a finite number within bounds.
 
     In `bounds`, "[" and "]" include a bound, "(" and ")" exclude it.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}.")
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a number; got {value!r} of type {kind}.")
     number = float(value)
     above = number >= low if bounds[0] == "[" else number > low
     below = number <= high if bounds[1] == "]" else number < high
     if not (above and below):
-        raise ValueError(
-            f"{name} must be a number in {bounds[0]}{low:g}, {high:g}{bounds[1]}; got {value!r}."
-        )
+        interval = f"{bounds[0]}{low:g}, {high:g}{bounds[1]}"
+        raise ValueError(f"{name} must be a number in {interval}; got {value!r}.")
     return number
 
 
-def checked_count(name: str, value: Any) -> int:
+def checked_count(name: str, value: object) -> int:
     """Returns `value` as an int after checking that it is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
@@ -46,7 +48,7 @@ def checked_count(name: str, value: Any) -> int:
     return int(value)
 
 
-def checked_flag(name: str, value: Any) -> bool:
+def checked_flag(name: str, value: object) -> bool:
     """Returns `value` after checking that it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {value!r}.")
@@ -57,7 +59,7 @@ WEIGHT_ROUNDINGS = ("stochastic", "split")
 SLOTS = ("bfloat16", "float16", "float32")
 
 
-def checked_word(name: str, value: Any, words: Iterable[str]) -> str:
+def checked_word(name: str, value: object, words: Iterable[str]) -> str:
     """Returns the word that equals `value`, ignoring case."""
     expected = f"{name} must be one of {', '.join(map(repr, words))}"
     if not isinstance(value, str):
@@ -70,26 +72,26 @@ def checked_word(name: str, value: Any, words: Iterable[str]) -> str:
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Returns the known name with the most similar spelling; "" without known names."""
-    lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
-    return lower[found[0]] if found else ""
+    by_lower = {word.lower(): word for word in known}
+    matches = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.0)
+    return by_lower[matches[0]] if matches else ""
 
 
 def from_mapping(
-    kind: type[_Options], what: str, values: Any, names: Mapping[str, str] | None = None
+    kind: type[_Options], what: str, values: object, names: Mapping[str, str] | None = None
 ) -> _Options:
     """Makes a dataclass from a dict, such as a configuration file holds.
 
-    `names` maps keys to fields if they differ. An error names `what` was read, and the key that is
-    unknown, missing, or the second one for its field.
+    `names` maps keys to fields if they differ. An error names `what` was read, and the key that
+    is unknown, missing, or the second one for its field.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise TypeError(
-            f"{what} must be a dict such as {{{fields[0].name!r}: ...}}; got {values!r} of type "
-            f"{type(values).__name__}."
+            f"{what} must be a dict such as {{{fields[0].name!r}: ...}}; got {values!r} of "
+            f"type {type(values).__name__}."
         )
-    names = names or {each.name: each.name for each in fields}
+    names = names or {field.name: field.name for field in fields}
     for key in values:
         if key not in names:
             raise ValueError(
@@ -99,9 +101,9 @@ def from_mapping(
     arguments = {names[key]: value for key, value in values.items()}
     if len(arguments) < len(values):
         raise ValueError(f"{what} gives one value twice, under two names: {', '.join(values)}.")
-    for each in fields:
-        if each.default is dataclasses.MISSING and each.name not in arguments:
-            raise ValueError(f"{what} needs the key {each.name!r}; got {dict(values)!r}.")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in arguments:
+            raise ValueError(f"{what} needs the key {field.name!r}; got {dict(values)!r}.")
     return kind(**arguments)
 
 
@@ -112,15 +114,16 @@ def resolve_weight_rounding(
     if rounding is None:
         if slots is not None:
             raise ValueError(
-                f"slots={slots!r} is the dtype of an optimizer's slots for weights whose updates "
-                f"are not rounded to nearest: give weight_rounding too, one of {WEIGHT_ROUNDINGS}."
+                f"slots={slots!r} is the dtype of an optimizer's slots for weights whose "
+                "updates are not rounded to nearest: give weight_rounding too, one of "
+                f"{WEIGHT_ROUNDINGS}."
             )
         return None
     rounding = checked_word("weight_rounding", rounding, WEIGHT_ROUNDINGS)
     if master_weights:
         raise ValueError(
-            f"weight_rounding={rounding!r} is there so that low weights need no float32 masters; "
-            "got master_weights=True too. Leave one of the two out."
+            f"weight_rounding={rounding!r} is there so that low weights need no float32 "
+            "masters; got master_weights=True too. Leave one of the two out."
         )
     # Split weights are float32 masters, whose slots are float32 too.
     default = "float32" if rounding == "split" else "bfloat16"
@@ -130,29 +133,29 @@ def resolve_weight_rounding(
 _FLOAT32 = float_format("float32")
 
 
-def checked_scale(name: str, value: Any) -> float:
+def checked_scale(name: str, value: object) -> float:
     """Returns `value` as a float after checking that it is a positive normal float32."""
     return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
 
 
-# ---- Clipping ------------------------------------------------------------------------------------
+# ---- Clipping --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradClip:
     """Clips the gradients of a step, all together, to a norm.
 
-    If the norm of all gradients, as one long vector, is greater than `max_norm`, all are multiplied
-    by the factor that makes it `max_norm`. The norm is taken after unscaling and, on several
-    replicas, after the sum over the replicas.
+    If the norm of all gradients, as one long vector, is greater than `max_norm`, all are
+    multiplied by the factor that makes it `max_norm`. The norm is taken after unscaling and, on
+    several replicas, after the sum over the replicas.
 
     Source: `torch.nn.utils.clip_grad_norm_`, and `grad_clip` in mmdetection's configurations.
 
     Args:
         max_norm: The greatest norm that is not clipped; positive, in units of the loss over the
             weights' units.
-        norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf") for
-            the greatest magnitude.
+        norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf")
+            for the greatest magnitude.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -201,7 +204,7 @@ class GradClip:
         return {"max_norm": self.max_norm, "norm_type": name}
 
 
-def _checked_norm_type(value: Any) -> float:
+def _checked_norm_type(value: object) -> float:
     if isinstance(value, bool) or value not in (1, 2, math.inf, "inf"):
         raise ValueError(f"norm_type must be 1, 2 or inf; got {value!r}.")
     return math.inf if value in (math.inf, "inf") else int(value)

@@ -1,9 +1,9 @@
 """The speed of a machine in each dtype, as a value; framework-free.
 
 The built-in profiles allow reproducible plans without a measurement. The figures for CPUs were
-measured, as by `tfamp.machine.profile_measure`; the figures for GPUs and TPUs, and for CPUs with
-float16 arithmetic, are estimates from data sheets. A placement depends on ratios only: between
-dtypes, and between arithmetic, memory and overhead.
+measured, as by `tfamp.machine.profile_measure`; the figures for GPUs and TPUs, and for CPUs
+with float16 arithmetic, are estimates from data sheets. A placement depends on ratios only:
+between dtypes, and between arithmetic, memory and overhead.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ class MachineProfile:
 
     Args:
         name: Name for people.
-        peaks: For each kind of op ("matmul", "conv", "conv_gradient", "elementwise") and each dtype
-            ("float32", "bfloat16", "float16") the floating-point operations, or elements, per
-            second.
+        peaks: For each kind of op ("matmul", "conv", "conv_gradient", "elementwise") and each
+            dtype ("float32", "bfloat16", "float16") the floating-point operations, or
+            elements, per second.
         bandwidth: Bytes per second that an op reads and writes.
         cast_bandwidth: The same for a Cast.
         op_overhead: Seconds that every op takes in addition.
         least_gain: Seconds that a placement must save over the lists' placement to replace it.
-        ops: The same as `peaks` for single op types with unusual kernels, such as error functions
-            and depthwise convolutions; it overrides their kind. The name of a form with kernels of
-            its own follows the op type, as in "DepthwiseConv2dNativeBackpropInput strided".
+        ops: The same as `peaks` for single op types with unusual kernels, such as error
+            functions and depthwise convolutions; it overrides their kind. The name of a form
+            with kernels of its own follows the op type, as in
+            "DepthwiseConv2dNativeBackpropInput strided".
 
     Raises:
-        ValueError: A kind or a dtype is missing or unknown, or a number is not positive and finite.
+        ValueError: A kind or a dtype is missing or unknown, or a number is not
+            positive and finite.
 
     Example:
         >>> profile = builtin_profile("cpu", bfloat16=True)
@@ -64,7 +66,8 @@ class MachineProfile:
         for name, table in (("peaks", self.peaks), ("ops", self.ops)):
             for key, row in table.items():
                 _check_names(f"{name}[{key!r}]", row, DTYPES)
-                numbers |= {f"{name}[{key!r}][{dtype!r}]": value for dtype, value in row.items()}
+                for dtype, value in row.items():
+                    numbers[f"{name}[{key!r}][{dtype!r}]"] = value
         for name, value in numbers.items():
             is_none = value == 0 and name in ("op_overhead", "least_gain")
             if not isinstance(value, int | float) or not (is_none or 0 < value < math.inf):
@@ -91,8 +94,8 @@ class MachineProfile:
             return MachineProfile(**json.loads(text))
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"a profile must be a JSON object with {', '.join(MachineProfile.__slots__)}, as "
-                f"MachineProfile.to_json() writes it: {error}"
+                f"a profile must be a JSON object with {', '.join(MachineProfile.__slots__)}, "
+                f"as MachineProfile.to_json() writes it: {error}"
             ) from error
 
 
@@ -118,8 +121,8 @@ def builtin_profile(
         bfloat16: Whether it multiplies bfloat16 natively.
         float16: The same for float16; None stands for what is usual: GPUs do.
         name: The name of a GPU. There are figures for the T4, V100, A100, A10G, L4, L40S, H100,
-            H200, GH200, B200, GB200 and the series GeForce RTX 30, 40 and 50; any other counts as
-            an A100, or as a V100 if it does not multiply bfloat16.
+            H200, GH200, B200, GB200 and the series GeForce RTX 30, 40 and 50; any other counts
+            as an A100, or as a V100 if it does not multiply bfloat16.
         tf32: Whether a GPU that can multiplies float32 as TensorFloat-32.
 
     Returns:
@@ -210,12 +213,13 @@ def _by_kind(*values: float) -> dict[str, float]:
     return dict(zip(KINDS, values, strict=True))
 
 
-# About the time from the end of a kernel on a GPU to the start of the next, however small they are.
+# About the time from the end of a kernel on a GPU to the start of the next, however
+# small they are.
 _LAUNCH = 2e-6
 # A smaller gain in seconds is within the error of these figures, and small graphs get the same
-# placement on every machine. On a CPU it is about the time in which TensorFlow dispatches the ops
-# of a small step. A GPU computes meanwhile: there it is ten launches, as many as compilers may save
-# by fusing Casts with their neighbours.
+# placement on every machine. On a CPU it is about the time in which TensorFlow dispatches the
+# ops of a small step. A GPU computes meanwhile: there it is ten launches, as many as compilers
+# may save by fusing Casts with their neighbours.
 _LEAST_GAIN = {"cpu": 1e-3, "gpu": 10 * _LAUNCH, "tpu": 10 * _LAUNCH}
 
 
@@ -251,13 +255,14 @@ _GPUS = {
 
 # In float32: operations per second, bytes per second of ops and of Casts, seconds an op takes.
 _BASES = {
-    # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger than the caches.
+    # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger
+    # than the caches.
     "cpu": (_by_kind(100e9, 90e9, 75e9, 2.2e9), 10e9, 10e9, 0.3e-6),
     # A TPU v4; float32 takes several passes through bfloat16 units. Its compiler fuses Casts.
     "tpu": (_by_kind(92e12, 92e12, 92e12, 4e12), 1.2e12, 4e12, 0.2e-6),
 }
-# Speed in a low dtype over the speed in float32: where the dtype is native, or by dtype where it is
-# not.
+# Speed in a low dtype over the speed in float32: where the dtype is native, or by dtype
+# where it is not.
 _RATIOS = {
     ("cpu", "native"): _by_kind(2.1, 1.8, 1.7, 0.7),
     # With AVX512-BF16 disabled in oneDNN.
@@ -278,7 +283,8 @@ _SLOW_OPS = (
     *("FusedBatchNormV3", "FusedBatchNormGradV3", "_FusedBatchNormEx"),
 )
 # Kind -> op types whose speed on CPUs differs from their kind's: the speed in float32, in 10^9
-# elements or operations per second for the machine of `_BASES`, and bfloat16 and float16 over it.
+# elements or operations per second for the machine of `_BASES`, and bfloat16 and
+# float16 over it.
 _CPU_OPS: dict[str, dict[str, tuple[float, float, float]]] = {
     "elementwise": {
         "Erf": (0.7, 0.5, 0.8),

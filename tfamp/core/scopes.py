@@ -1,9 +1,10 @@
 """Scopes: what a `with` block puts in force, in its own coroutine and thread.
 
 `autocast` and `policy_scope` share this mechanism. A stack of scopes belongs to a context of
-`contextvars`, so each coroutine has its own. A scope applies only to its thread, as TensorFlow's
-scopes do, even if a copy of its context runs in another thread. It may be left in any order,
-context and thread: leaving marks the scope, and every stack that still holds it skips it.
+`contextvars`, so each coroutine has its own. A scope applies only to its thread, as
+TensorFlow's scopes do, even if a copy of its context runs in another thread. It may be
+left in any order, context and thread: leaving marks the scope, and every stack that still
+holds it skips it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any, Generic, TypeVar
 class Scope:
     """A `with` block that was entered."""
 
-    thread: int = field(default_factory=threading.get_ident, init=False)  # The one it applies to.
-    left: bool = field(default=False, init=False)  # Stacks of other contexts may still hold it.
+    # The thread it applies to.
+    thread: int = field(default_factory=threading.get_ident, init=False)
+    # Stacks of other contexts may still hold one that was left.
+    left: bool = field(default=False, init=False)
 
 
 _Scope = TypeVar("_Scope", bound=Scope)
@@ -31,7 +34,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class ScopeStack(Generic[_Scope]):
-    """The scopes of one kind, a stack for each context, innermost last."""
+    """The scopes of one kind, one stack per context, innermost last."""
 
     def __init__(self, name: str) -> None:
         self._stack: ContextVar[tuple[_Scope, ...]] = ContextVar(name, default=())
@@ -57,24 +60,25 @@ class ScopeStack(Generic[_Scope]):
         self._stack.set(self.open())
 
     def leave_one(self, entered: list[_Scope], name: str) -> _Scope:
-        """Ends one of the scopes that a context manager has entered, and removes it from the list.
+        """Ends one of the scopes that a context manager has entered, and takes it off the list.
 
-        The innermost of those in force here, or else the last one: an asynchronous generator, for
-        one, may be closed in another context. The name is the context manager's, for messages.
+        The innermost of those in force here, or else the last one: an asynchronous
+        generator, for one, may be closed in another context. The name is the context
+        manager's, for messages.
         """
         if not entered:
             raise RuntimeError(
-                f"{name} was left more often than it was entered. Use it in a `with` statement, "
-                "which leaves it once."
+                f"{name} was left more often than it was entered. Use it in a `with` "
+                "statement, which leaves it once."
             )
         here = self.open()
-        scope = ([each for each in entered if each in here] or entered)[-1]
+        scope = ([scope for scope in entered if scope in here] or entered)[-1]
         entered.remove(scope)
         self.leave(scope)
         return scope
 
 
-def decorated(manager: AbstractContextManager[Any], name: str, function: _Callable) -> _Callable:
+def decorated(manager: AbstractContextManager[object], name: str, function: _Callable) -> _Callable:
     """Returns a function that runs in a context manager; a coroutine function is awaited in it.
 
     A TypeError refuses generators, whose caller's code would run in it too, and other objects.
@@ -82,8 +86,8 @@ def decorated(manager: AbstractContextManager[Any], name: str, function: _Callab
     yields = inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if not callable(function) or any(is_generator(function) for is_generator in yields):
         raise TypeError(
-            f"{name} decorates functions that do not yield; got {function!r}. Inside a generator "
-            f"use `with tfamp.{name}(...)` around code that does not yield."
+            f"{name} decorates functions that do not yield; got {function!r}. Inside a "
+            f"generator use `with tfamp.{name}(...)` around code that does not yield."
         )
     if inspect.iscoroutinefunction(function):
 

@@ -13,8 +13,8 @@ from pathlib import Path
 def replace_text(path: Path, text: str) -> None:
     """Writes a text file, which replaces an existing one.
 
-    It is written to a temporary file in the same folder, and renamed in one step. After an error
-    the existing file is unchanged. The folder is created if it is missing.
+    It is written to a temporary file in the same folder, and renamed in one step. After an
+    error the existing file is unchanged. The folder is created if it is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     work = _beside(path)
@@ -30,8 +30,8 @@ def replace_text(path: Path, text: str) -> None:
 def new_directory(dst: Path) -> Iterator[Path]:
     """Yields a directory to fill, which replaces `dst` at the end.
 
-    It is next to `dst`, and is removed after an error or an interrupt; until the end an existing
-    `dst` stays. Missing parent directories are created.
+    It is next to `dst`, and is removed after an error or an interrupt; until the end an
+    existing `dst` stays. Missing parent directories are created.
 
     An existing `dst` is renamed to ".NAME-….old" and the new directory to its name: a process
     killed between the two leaves both, complete.

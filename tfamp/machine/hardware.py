@@ -1,8 +1,8 @@
 """This machine: the dtypes it multiplies natively, the policy `auto`, and its speed.
 
-`detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile` returns
-the machine profile: built-in, from a file, cached, or measured now. Importing this file does not
-import TensorFlow, and reading the facts does not start TensorFlow's runtime.
+`detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile`
+returns the machine profile: built-in, from a file, cached, or measured now. Importing this file
+does not import TensorFlow, and reading the facts does not start TensorFlow's runtime.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and scalar fphp would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
-# With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever the
-# CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in `core/graph/mkl_graph_util.h`.
+# With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever
+# the CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in
+# `core/graph/mkl_graph_util.h`.
 _ONEDNN_FLAGS = {
     "bfloat16": frozenset({"avx512f", "amx_bf16", "avx_ne_convert"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
@@ -47,27 +48,28 @@ _ONEDNN_FLAGS = {
 VARIABLE = "TFAMP_PROFILE"
 _CHOICES = (
     f'{VARIABLE} must be "builtin" for the built-in table, "measure" to measure and leave the '
-    "cache alone, or the path of a JSON file that MachineProfile.to_json() wrote; unset it for the "
-    "cached measurement"
+    "cache alone, or the path of a JSON file that MachineProfile.to_json() wrote; unset it for "
+    "the cached measurement"
 )
 # Environment variables that limit the instructions oneDNN and cuBLAS use.
 _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_OVERRIDE")
-# Increased when the contents of a profile, or its measurement, change: older files are not used.
+# Increased when the contents of a profile, or its measurement, change: older files
+# are not used.
 _FORMAT = 6
-# Two measurements at once would slow each other.
+# Of two measurements at once one would slow the other.
 _MEASURING = threading.Lock()
 # The environment variables that tfamp reads.
 _VARIABLES = ("TFAMP_CACHE", VARIABLE)
 
 
 def warn_of_unknown_variables() -> None:
-    """Warns about environment variables that only look like tfamp's, each once per process."""
+    """Warns once per process about environment variables that only look like tfamp's."""
     for variable in os.environ:
         if variable.startswith("TFAMP_") and variable not in _VARIABLES:
             warnings.warn(
-                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
-                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
-                "config=, a dict or the path of a file.",
+                f"The environment variable {variable!r} is not one of tfamp's, which ignores "
+                f"it. Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or "
+                "its config=, a dict or the path of a file.",
                 TfampWarning,
                 stacklevel=1,
             )
@@ -126,7 +128,7 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """Looks at this machine, once for each set of visible devices.
+    """Looks at this machine, once per set of visible devices.
 
     Returns:
         The facts. Whatever cannot be detected counts as absent.
@@ -154,8 +156,8 @@ def _cpu() -> tuple[str, frozenset[str]]:
 def onednn_dtypes() -> frozenset[str]:
     """Returns the low dtypes for which TensorFlow runs oneDNN's kernels on this CPU.
 
-    Eigen's kernels run for the others, and add up otherwise: see `tfamp.planning.kernels`. A CPU
-    whose flags cannot be read, or that is not of x86, counts as one without oneDNN.
+    Eigen's kernels run for the others, and add up otherwise: see `tfamp.planning.kernels`. A
+    CPU whose flags cannot be read, or that is not of x86, counts as one without oneDNN.
 
     Example:
         >>> onednn_dtypes() <= {"bfloat16", "float16"}
@@ -229,8 +231,8 @@ def _gpu(device: Any) -> Gpu:
         details = {"compute_capability": str(error), **tf_private.device_details(device)}
     capability = details.get("compute_capability")
     if isinstance(capability, str):
-        found = re.search(r"(\d+)\.(\d+)", capability)
-        capability = (int(found[1]), int(found[2])) if found else None
+        match = re.search(r"(\d+)\.(\d+)", capability)
+        capability = (int(match[1]), int(match[2])) if match else None
     return Gpu(details.get("device_name", "unknown GPU"), capability)
 
 
@@ -255,7 +257,7 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     return fields.get("model name", ""), frozenset(flags.split())
 
 
-# ---- The machine profile -------------------------------------------------------------------------
+# ---- The machine profile ---------------------------------------------------------------
 
 
 class FoundProfile(NamedTuple):
@@ -274,10 +276,10 @@ def device_kind(device: str) -> str:
 
 def profile_of(kind: str) -> MachineProfile:
     """Returns the built-in profile of a kind of device, adapted to this machine."""
-    found = detect()
+    hardware = detect()
     if kind == "cpu":
-        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
-    gpu = found.weakest_gpu
+        return builtin_profile(kind, bfloat16=hardware.cpu_bfloat16, float16=hardware.cpu_float16)
+    gpu = hardware.weakest_gpu
     if kind != "gpu" or gpu is None:
         return builtin_profile(kind)
     native = {dtype: dtype in gpu.native for dtype in LOW_PRECISION}
@@ -296,9 +298,9 @@ def _multiplies_in_tf32() -> bool:
 def find_profile() -> FoundProfile:
     """Returns the profile of this machine, selected by the environment variable TFAMP_PROFILE.
 
-    If it is unset, the profile comes from the cache; without a cached one, the machine is measured,
-    which takes about two seconds, once per process. A machine that cannot be measured gets the
-    built-in profile and a `TfampWarning`; so does a cache that cannot be written.
+    If it is unset, the profile comes from the cache; without a cached one, the machine is
+    measured, which takes about two seconds, once per process. A machine that cannot be measured
+    gets the built-in profile and a `TfampWarning`; so does a cache that cannot be written.
     """
     choice = os.environ.get(VARIABLE, "")
     if choice == "builtin":
@@ -319,17 +321,19 @@ def machine_facts() -> dict[str, str]:
     """Returns the facts that the speed of this machine depends on, by name."""
     import tensorflow as tf
 
-    found = detect()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    hardware = detect()
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     facts = {
         "tensorflow": tf.__version__,
-        "cpu": found.cpu_model,
-        "cpu native": f"bfloat16 {found.cpu_bfloat16}, float16 {found.cpu_float16}",
+        "cpu": hardware.cpu_model,
+        "cpu native": f"bfloat16 {hardware.cpu_bfloat16}, float16 {hardware.cpu_float16}",
         "cores": str(cores),
         "threads": str(tf.config.threading.get_intra_op_parallelism_threads()),
-        "gpus": ", ".join(gpu.name for gpu in found.gpus),
+        "gpus": ", ".join(gpu.name for gpu in hardware.gpus),
     }
-    if found.gpus:
+    if hardware.gpus:
         facts["tf32"] = str(_multiplies_in_tf32())
     settings = sorted(name for name in os.environ if _LIBRARY_SETTINGS.match(name))
     return facts | {name: os.environ[name] for name in settings}
@@ -367,8 +371,8 @@ def _measured(facts: str, path: Path | None) -> FoundProfile:
 
     from tfamp.machine import profile_measure
 
-    if path is not None and (found := _read(path)):
-        return found
+    if path is not None and (cached := _read(path)):
+        return cached
     try:
         profile = profile_measure.measure_profile()
     except tf.errors.OpError as error:
@@ -377,8 +381,8 @@ def _measured(facts: str, path: Path | None) -> FoundProfile:
         return _built_in("the built-in table, as this machine cannot be measured")
     if path is None:
         return FoundProfile(profile, f"measured now, as {VARIABLE} says")
-    if found := _read(path):  # Processes that started together share one measurement.
-        return found
+    if cached := _read(path):  # Processes that started together share one measurement.
+        return cached
     costs = (
         "The measured machine profile cannot be kept, so every process that needs it takes two "
         "seconds to measure it again"

@@ -1,8 +1,8 @@
 """Measures a machine profile in about two seconds.
 
-Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load on
-the machine then slows all of them alike, and the shortest time counts. The tensors of a piece of
-work exist only while it is timed.
+Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load
+on the machine then slows all of them alike, and the shortest time counts. The tensors of a
+piece of work exist only while it is timed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.kinds import Tensor
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
 from tfamp.interop import tf_private
 
-# The speed of a kind of op in a dtype without a kernel, relative to float32.
+# The speed of a kind of op in a dtype without a kernel, relative to float32. A choice: slower
+# than any kernel, so that no placement picks the dtype.
 NO_KERNEL = 1e-3
-# Seconds for which short work is repeated in each round.
+# Seconds for which short work is repeated in a round. A choice: much longer than a clock's and
+# a start's error, and so short that two seconds hold many rounds; likewise the most repeats.
+# The shortest of three rounds is the least to tell load from work.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
 _LEAST_ROUNDS = 3
@@ -31,8 +35,8 @@ _LEAST_ROUNDS = 3
 _NOISE = 1.1
 
 
-# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU each
-# op takes several times as long as TensorFlow takes to start the next one, some 10 us.
+# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU
+# an op takes several times as long as TensorFlow takes to start the next one, some 10 us.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
@@ -60,7 +64,7 @@ class Work:
         shapes: Shapes of the inputs in the dtype, by name.
         options: The other arguments of the op.
         dtypes: The dtypes to time; there must be a kernel for the first one.
-        best: The best time in each dtype that has a kernel, in seconds.
+        best: The best time in the dtypes that have a kernel, in seconds.
     """
 
     kind: str
@@ -76,23 +80,24 @@ class Work:
         """Best seconds in the first dtype: in float32, but for Casts to it."""
         return self.best[self.dtypes[0]]
 
-    def make(self, dtype: str) -> Callable[[], Any]:
+    def make(self, dtype: str) -> Callable[[], Tensor]:
         """Makes tensors of a dtype, and returns a function that does the work on them."""
         function = getattr(tf.raw_ops, self.op)
         tensors = {name: tf.ones(shape, dtype) for name, shape in self.shapes.items()}
         return lambda: function(**tensors, **self.options)
 
     def time_first(self) -> None:
-        """Times the work once in each dtype, and finds out which dtypes have a kernel."""
+        """Times the work once in all dtypes, and finds out which have a kernel."""
         for dtype in self.dtypes:
             try:
                 self.best[dtype] = together(self.make(dtype), 1, tf.raw_ops.SyncDevice)
             except tf.errors.OpError as error:
-                if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
+                lacks_memory = isinstance(error, tf.errors.ResourceExhaustedError)
+                if dtype == self.dtypes[0] or lacks_memory:
                     raise  # Otherwise this dtype has no kernel on this device.
 
     def time_again(self) -> None:
-        """Times the work in each dtype that has a kernel."""
+        """Times the work in the dtypes that have a kernel."""
         for dtype, known in self.best.items():
             repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
             seconds = together(self.make(dtype), repeats, tf.raw_ops.SyncDevice)
@@ -100,19 +105,20 @@ class Work:
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
-    """Measures how fast this machine is in each dtype: its first GPU, or its CPU without one.
+    """Measures how fast this machine is by dtype: its first GPU, or its CPU without one.
 
-    It can be called anywhere: it runs in a thread of its own, where no function is being traced, no
-    autocast, tape, device or distribution strategy is active and nothing is in the default graph.
+    It can be called anywhere: it runs in a thread of its own, where no function is being
+    traced, no autocast, tape, device or distribution strategy is active and nothing is in the
+    default graph.
 
     Args:
         seconds: About how long to measure.
 
     Returns:
-        The profile, every measured figure rounded to two digits: more would be noise. A dtype that
-        is less than 10 % faster than float32 counts as equal, a dtype without a kernel as a
-        thousand times slower. Overheads and the speeds of single op types come from the built-in
-        profiles, in proportion to the measured speeds.
+        The profile, every measured figure rounded to two digits: more would be noise. A dtype
+        that is less than 10 % faster than float32 counts as equal, a dtype without a kernel as
+        a thousand times slower. Overheads and the speeds of single op types come from the
+        built-in profiles, in proportion to the measured speeds.
 
     Raises:
         tf.errors.OpError: It cannot be measured, for lack of memory for instance.
@@ -123,22 +129,23 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
     """
     device = tf_private.default_device_kind()
     # A thread of its own leaves `tf.Graph().as_default()` too, as `tf.init_scope` does not.
-    with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(_measure, device, seconds).result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_measure, device, seconds).result()
 
 
 def let_memory_grow() -> None:
     """Makes GPUs allocate memory as it is needed, if tfamp is what starts TensorFlow's runtime.
 
-    By default the first op allocates nearly all memory of every GPU, also on a GPU that another job
-    uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set or with
-    logical devices.
+    By default the first op allocates nearly all memory of every GPU, also on a GPU that another
+    job uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set
+    or with logical devices.
     """
     if tf_private.runtime_has_started():
         return
     for gpu in tf.config.get_visible_devices("GPU"):
         if tf.config.experimental.get_memory_growth(gpu) is None:
-            with contextlib.suppress(ValueError):  # Its logical devices have limits of their own.
+            # Logical devices have limits of their own.
+            with contextlib.suppress(ValueError):
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
@@ -165,10 +172,10 @@ def _measure(device: str, seconds: float) -> MachineProfile:
     )
 
 
-def _timed(found: Iterable[Work], seconds: float) -> list[Work]:
+def _timed(to_time: Iterable[Work], seconds: float) -> list[Work]:
     """Times all works in rounds, at least a few, for about that long."""
     end = time.perf_counter() + seconds
-    timed = list(found)
+    timed = list(to_time)
     for work in timed:
         work.time_first()
     rounds = 0
@@ -201,14 +208,14 @@ def _rounded(value: float) -> float:
 
 
 def together(
-    run: Callable[[], Any],
+    run: Callable[[], object],
     repeats: int,
-    wait: Callable[[], Any] = tf.test.experimental.sync_devices,
+    wait: Callable[[], object] = tf.test.experimental.sync_devices,
 ) -> float:
     """Seconds of a run, of many that are started before the first one is waited for.
 
-    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for the
-    current one, so that what others run does not count.
+    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for
+    the current one, so that what others run does not count.
     """
     wait()
     start = time.perf_counter()
@@ -227,10 +234,10 @@ def works(
     """Yields the works that are timed for a profile, on the current device.
 
     Args:
-        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
-        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache, so
-            that their arithmetic is timed and not the memory.
+        matmuls: Their (rows, depth, columns); the gradients are timed as well.
+        convolutions: Their (batch, height and width, channels, filters, kernel).
+        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache,
+            so that their arithmetic is timed and not the memory.
         traffic: Elements of the tensors that time the memory: more than fit in a cache.
     """
     for rows, depth, columns in matmuls:
@@ -264,7 +271,7 @@ def _convolutions(
     flops = 2.0 * math.prod(y) * math.prod(w[:3])
     op = "Conv2DBackprop"
     yield Work("conv", flops, "Conv2D", {"input": x, "filter": w}, same)
-    given: dict[str, Any] = {"filter": w, "out_backprop": y}
-    yield Work("conv_gradient", flops, f"{op}Input", given, {"input_sizes": x, **same})
-    given = {"input": x, "out_backprop": y}
-    yield Work("conv_gradient", flops, f"{op}Filter", given, {"filter_sizes": w, **same})
+    sizes: dict[str, Any] = {"input_sizes": x, **same}
+    yield Work("conv_gradient", flops, f"{op}Input", {"filter": w, "out_backprop": y}, sizes)
+    sizes = {"filter_sizes": w, **same}
+    yield Work("conv_gradient", flops, f"{op}Filter", {"input": x, "out_backprop": y}, sizes)

@@ -2,8 +2,8 @@
 
 The rules follow TensorFlow's own pass, `grappler/optimizers/auto_mixed_precision.cc`, with two
 differences: a slot is converted only where the device has a kernel for it, and the input of a
-Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand for
-an allow, infer, deny and clear node, lower case for one that is not converted.
+Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand
+for an allow, infer, deny and clear node, lower case for one that is not converted.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Rules:
         regions: Its regions.
         colors: Colour of every op type that is on a list.
         forced: Positions of nodes to convert whatever their colour.
-        updates: How far pass 5 follows values that are written to variables: "low", all the way, as
-            Grappler does; "reduced", up to the last reduction; "float32", not at all. The update of
-            a weight is often less than the weight's rounding error in bfloat16. In float16 squared
-            gradients and unscaled gradients often underflow.
+        updates: How far pass 5 follows values that are written to variables: "low", all the
+            way, as Grappler does; "reduced", up to the last reduction; "float32", not at all.
+            The update of a weight is often less than the weight's rounding error in bfloat16.
+            In float16 squared gradients and unscaled gradients often underflow.
 
     Attributes:
         colors: Colour of each slot's node: "allow", "infer", "deny", "clear" or None.
@@ -80,7 +80,8 @@ class Rules:
 
     def may_join(self, slot: int, painting: Painting, *colors: str) -> bool:
         """Whether a slot of one of these colours may follow its neighbours."""
-        return self.colors[slot] in colors and self.is_free(slot) and slot not in painting.denied
+        has_color = self.colors[slot] in colors
+        return has_color and self.is_free(slot) and slot not in painting.denied
 
     def may_join_beside(self, slot: int, painting: Painting) -> bool:
         """Whether a clear slot may follow its neighbours in either direction."""
@@ -100,19 +101,19 @@ class Rules:
 def paint(rules: Rules) -> Painting:
     """Runs all passes; returns slots to convert and slots that need float32, with reasons."""
     painting = Painting({}, {})
-    for each in PASSES:
-        each(rules, painting)
+    for apply_pass in PASSES:
+        apply_pass(rules, painting)
     return painting
 
 
 def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     """Returns the slots that may be converted without loss of safety, Casts left out.
 
-    Slots that the passes convert; infer and clear nodes behind them, through infer and clear nodes;
-    clear nodes connected to any of these through clear nodes; TensorLists and loops as a whole. In
-    A -> c -> i, the passes leave i in float32, but it is safe. Denied slots are never safe, nor are
-    infer nodes without an allow node before them, or ones that the passes leave in float32 on the
-    way to a variable: learning rates and moments keep their digits.
+    Slots that the passes convert; infer and clear nodes behind them, through infer and clear
+    nodes; clear nodes connected to any of these through clear nodes; TensorLists and loops as a
+    whole. In A -> c -> i, the passes leave i in float32, but it is safe. Denied slots are never
+    safe, nor are infer nodes without an allow node before them, or ones that the passes leave
+    in float32 on the way to a variable: learning rates and moments keep their digits.
     """
     updates = _ways_to_variables(rules, reduced=False)
 
@@ -129,23 +130,23 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     low = dict.fromkeys(safe, Reason("safe", "it may be converted"))
     whole = Painting(low, dict(painting.denied))
     match_lists(rules, whole)
-    found = set(whole.low)
+    low_slots = set(whole.low)
     for slots in rules.regions.loops:
-        if len(slots) == 1 or not found.issuperset(slots):
-            found.difference_update(slots)
-    return frozenset(found)
+        if len(slots) == 1 or not low_slots.issuperset(slots):
+            low_slots.difference_update(slots)
+    return frozenset(low_slots)
 
 
 def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
-    """Slots of products of integers, up to where they are scaled: low precision rounds such sums.
+    """Slots of products of integers, up to where they are scaled: low precision rounds them.
 
     Quantized layers multiply integers, also as float32, and cast the sums back.
     """
 
     def is_integer(slot: int) -> bool:
-        casts = index.node_of(slot).op == "Cast" and index.slots[slot].attr == "DstT"
-        own = index.node_of(slot).slots if casts else (slot,)
-        return any("int" in index.slots[each].dtype for each in own)
+        is_cast = index.node_of(slot).op == "Cast" and index.slots[slot].attr == "DstT"
+        slots = index.node_of(slot).slots if is_cast else (slot,)
+        return any("int" in index.slots[end].dtype for end in slots)
 
     def sources(slot: int) -> Iterable[int]:
         return index.fanin[slot] if colors[slot] == "clear" else ()
@@ -158,8 +159,8 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
     products: list[int] = []
     for node in index.nodes:
         if node.op in FLOP_RULES:
-            given = (source for slot in node.slots for source in index.fanin[slot])
-            origins = [slot for slot in reach(given, sources) if not sources(slot)]
+            operands = (source for slot in node.slots for source in index.fanin[slot])
+            origins = [slot for slot in reach(operands, sources) if not sources(slot)]
             if origins and all(map(is_integer, origins)):
                 products += node.slots
     return [slot for slot in reach(products, consumers) if index.slots[slot].dtype == FLOAT32]
@@ -174,7 +175,7 @@ def _reads_of_references(index: GraphIndex) -> Collection[int]:
     reads = [
         slot
         for slot, sources in enumerate(index.fanin)
-        if ops[slot] == "Identity" and any(ops[each] in _REFERENCES for each in sources)
+        if ops[slot] == "Identity" and any(ops[source] in _REFERENCES for source in sources)
     ]
     return reach(reads, along(lambda slot: ops[slot] == "Enter", index.fanout))
 
@@ -193,21 +194,21 @@ def deny_by_structure(rules: Rules, painting: Painting) -> None:
 
 def convert_allow_nodes(rules: Rules, painting: Painting) -> None:
     """Pass 1: allow and forced nodes are converted. a -> A."""
-    for slot, found in enumerate(rules.index.slots):
+    for slot, type_slot in enumerate(rules.index.slots):
         if not rules.is_free(slot) or slot in painting.denied:
             continue
-        if found.node in rules.forced:
+        if type_slot.node in rules.forced:
             painting.low[slot] = Reason("force_low", "its name matches force_low")
         elif rules.colors[slot] == "allow":
-            op = rules.index.nodes[found.node].op
+            op = rules.index.nodes[type_slot.node].op
             painting.low[slot] = Reason("allow", f"{op} is on the allow list")
 
 
 def spread_deny_forward(rules: Rules, painting: Painting) -> None:
     """Pass 2: deny goes forward up to the next deny or infer node, through infer and clear.
 
-    D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or deny
-    node behind it.
+    D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or
+    deny node behind it.
     """
     slots = range(len(rules.index.slots))
     ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
@@ -257,8 +258,8 @@ def convert_between_allow(rules: Rules, painting: Painting) -> None:
 def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
     """Pass 5: an infer node directly behind a converted one joins it. A -> i becomes A -> I.
 
-    In graph order, so that a chain of infer nodes is converted as a whole. Not with another input
-    from a denied node, nor, unless the rules allow it, on the way to a variable.
+    In graph order, so that a chain of infer nodes is converted as a whole. Not with another
+    input from a denied node, nor, unless the rules allow it, on the way to a variable.
     """
     reduced = rules.updates == "reduced"
     updates = set() if rules.updates == "low" else _ways_to_variables(rules, reduced)
@@ -285,7 +286,7 @@ def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
 
 
 def match_loops(rules: Rules, painting: Painting) -> None:
-    """Pass 8: a NextIteration and the Merges it feeds get one colour, as no Cast fits between."""
+    """Pass 8: a NextIteration and the Merges it feeds get one colour: no Cast fits between."""
     low = painting.low
     for following, *merges in rules.regions.loops:
         if merges and all(merge in low for merge in merges) and rules.is_free(following):
@@ -325,7 +326,8 @@ PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
 def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     """Slots on paths to nodes with resources, without allow or deny nodes between.
 
-    If updates may be low up to the last reduction (`reduced`), without reductions between either.
+    If updates may be low up to the last reduction (`reduced`), without reductions
+    between either.
     """
     index = rules.index
     # The writes of a joined loop are in its body.
@@ -343,11 +345,12 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     return reach(roots, along(leads_on, rules.fanin))
 
 
-# ---- Regions -------------------------------------------------------------------------------------
+# ---- Regions ---------------------------------------------------------------------------
 
 # Ops that pass a TensorList on, whatever the dtype of its elements.
 _CARRIERS = op_types("""
-    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch ZerosLike
+    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient
+    Switch ZerosLike
 """)
 
 _FIXED_OPS = {
@@ -423,16 +426,19 @@ def _lists(index: GraphIndex) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         if slot.dtype == "variant" and root not in seen:
             handles = sorted(reach([root], _linked_handles(index, index.fanin, index.fanout)))
             seen.update(handles)
-            elements = [_element_slot(index, index.node_of(handle)) for handle in handles]
-            if found := tuple(element for element in elements if element is not None):
-                yield handles, found
+            nodes = map(index.node_of, handles)
+            slots_or_none = [_element_slot(index, node) for node in nodes]
+            elements = tuple(slot for slot in slots_or_none if slot is not None)
+            if elements:
+                yield handles, elements
 
 
 def _linked_handles(
     index: GraphIndex, *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
     def neighbours(slot: int) -> Iterable[int]:
-        # The gradient of nested loops has lists of lists: inner lists are part of the outer one.
+        # The gradient of nested loops has lists of lists: inner lists are part of
+        # the outer one.
         within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()
         return itertools.chain(*(table[slot] for table in tables), within)
 
@@ -441,19 +447,22 @@ def _linked_handles(
 
 def _handles(index: GraphIndex, slot: int) -> list[int]:
     """The variant slots of the node of a slot."""
-    return [each for each in index.node_of(slot).slots if index.slots[each].dtype == "variant"]
+    return [s for s in index.node_of(slot).slots if index.slots[s].dtype == "variant"]
 
 
 def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
     for slot in node.slots if "TensorList" in node.op else ():
-        found = index.slots[slot]
-        if found.attr and found.entry is None and found.dtype == FLOAT32:
+        type_slot = index.slots[slot]
+        if type_slot.attr and type_slot.entry is None and type_slot.dtype == FLOAT32:
             return slot
     return None
 
 
 def _why_unsafe(
-    index: GraphIndex, handles: Sequence[int], elements: Iterable[int], fixed: Mapping[int, Reason]
+    index: GraphIndex,
+    handles: Sequence[int],
+    elements: Iterable[int],
+    fixed: Mapping[int, Reason],
 ) -> Reason | None:
     for node in map(index.node_of, handles):
         linked = node.op in LOOPS and not node.calls
@@ -463,7 +472,8 @@ def _why_unsafe(
     for slot in (*handles, *elements):
         node = index.node_of(slot)
         if slot in fixed:
-            return Reason("TensorList", f"its TensorList is used by {node.name}, which is fixed")
+            text = f"its TensorList is used by {node.name}, which is fixed"
+            return Reason("TensorList", text)
         if index.slots[slot].dtype == FLOAT32 and not index.slots[slot].can_be_low:
             return Reason("TensorList", f"{node.name} ({node.op}) has no kernel for it")
     return None

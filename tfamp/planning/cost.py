@@ -1,8 +1,8 @@
 """How long ops and Casts take in either dtype, estimated from static shapes; framework-free.
 
 The roofline model: an op takes as long as its arithmetic or its memory traffic, whichever is
-longer, plus a fixed overhead. The time of a node is a sum over its type slots, so that each slot
-can be decided by itself: the arithmetic counts with the first float slot.
+longer, plus a fixed overhead. The time of a node is a sum over its type slots, so that each
+slot can be decided by itself: the arithmetic counts with the first float slot.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from tfamp.planning.structures import (
     op_types,
 )
 
-# Unknown dimensions, mostly batches, count as this many. A tensor of unknown rank counts nothing:
-# where it can be converted the lists decide (see `planning.placement`); the others, such as the
-# space that batch normalization reserves for cuDNN, are not converted.
+# Unknown dimensions, mostly batches, count as this many. A tensor of unknown rank counts
+# nothing: where it can be converted the lists decide (see `planning.placement`); the others,
+# such as the space that batch normalization reserves for cuDNN, are not converted. 32 is a
+# choice, a usual size of a batch: it weighs tensors with a batch against weights without one.
 UNKNOWN_DIMENSION = 32
 
 _BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
-_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "bool": 1, "int8": 1, "uint8": 1}
+_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}
+_BYTES |= {"bool": 1, "int8": 1, "uint8": 1}
 _BYTES |= {"resource": 0, "variant": 0, "string": 0}
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -88,7 +90,7 @@ def counted_shape(shape: Iterable[int | None]) -> Shape:
 
 
 def peaks_of(profile: MachineProfile, op: str, kind: str, form: str = "") -> Mapping[str, float]:
-    """Returns the speed of an op in each dtype: by its form, else its type, else its kind."""
+    """Returns the speed of an op by dtype: that of its form, its type or its kind."""
     return profile.ops.get(f"{op} {form}", profile.ops.get(op, profile.peaks[kind]))
 
 
@@ -97,7 +99,7 @@ class _Estimate:
 
     def __init__(self, index: GraphIndex, profile: MachineProfile, dtype: str) -> None:
         self._index, self._profile, self._dtype = index, profile, dtype
-        # Few tensors have shapes of their own.
+        # Most tensors share their shapes with others.
         counted = {shape: counted_shape(shape) for shape in set(index.shapes.values())}
         self._shapes = {tensor: counted[shape] for tensor, shape in index.shapes.items()}
         self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
@@ -118,10 +120,11 @@ class _Estimate:
 
     def _complete_reshape(self, position: int) -> None:
         """Fills in the open dimension of a Reshape from the size of its input."""
-        given, shape = self._inputs[position].get(0), self._index.shapes.get((position, 0), ())
-        if given in self._shapes and shape.count(None) == 1:
+        tensor = self._inputs[position].get(0)
+        shape = self._index.shapes.get((position, 0), ())
+        if tensor in self._shapes and shape.count(None) == 1:
             known = math.prod(dim for dim in shape if dim is not None)
-            open_one = max(1, math.prod(self._shapes[given]) // max(1, known))
+            open_one = max(1, math.prod(self._shapes[tensor]) // max(1, known))
             self._shapes[position, 0] = tuple(open_one if d is None else d for d in shape)
 
     def costs(self) -> ScopeCosts:
@@ -159,12 +162,12 @@ class _Estimate:
         peaks = peaks_of(self._profile, node.op, kind, self._form(position))
         times = []
         for slot in node.slots:
-            own = index.slots[slot].dtype
+            dtype = index.slots[slot].dtype
             moved = self._elements(slot, node.op) / self._profile.bandwidth
-            done = work if own in _FLOATS else 0.0
+            done = work if dtype in _FLOATS else 0.0
             work -= done  # It is counted with the first float slot.
-            as_it_is = converted = _longest(done, moved, own, peaks)
-            if own == FLOAT32:
+            as_it_is = converted = _longest(done, moved, dtype, peaks)
+            if dtype == FLOAT32:
                 converted = _longest(done, moved, self._dtype, peaks)
             times.append((as_it_is, converted))
         return times
@@ -176,8 +179,12 @@ class _Estimate:
         if rule is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
-            tensors = [t for slot in node.slots for t in (*self._read[slot], *self._written[slot])]
-            return "elementwise", max([self._sizes.get(t, 0.0) for t in tensors], default=0.0)
+            sizes = [
+                self._sizes.get(tensor, 0.0)
+                for slot in node.slots
+                for tensor in (*self._read[slot], *self._written[slot])
+            ]
+            return "elementwise", max(sizes, default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         made = {0: self._shapes.get((position, 0))}
         return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
@@ -198,7 +205,8 @@ class _Estimate:
         """Number of elements that an op reads and writes in the dtype of a slot."""
         size = self._sizes.get
         written = sum([size(tensor, 0.0) for tensor in self._written[slot]])
-        # Ops that move values read as much as they write: a Gather does not read its whole table.
+        # Ops that move values read as much as they write: a Gather does not read
+        # its whole table.
         if op in MOVING_OPS and written:
             return 2 * written
         return written + sum([size(tensor, 0.0) for tensor in self._read[slot]])
@@ -210,10 +218,10 @@ class _Estimate:
         return size / self._profile.cast_bandwidth + self._profile.op_overhead
 
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
-        """A Cast of the graph costs the same as an inserted one; between equal dtypes it is free.
+        """A Cast of the graph costs the same as an inserted one; between equal dtypes, nothing.
 
-        The time counts with the end that can change. A Cast from float32 to float32 has two such
-        ends and counts as nothing.
+        The time counts with the end that can change. A Cast from float32 to float32 has two
+        such ends and counts as nothing.
         """
         slots = self._index.nodes[position].slots
         dtypes = [self._index.slots[slot].dtype for slot in slots]
@@ -237,14 +245,14 @@ def _longest(done: float, moved: float, dtype: str, peaks: Mapping[str, float]) 
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Nodes without overhead: constants and variables stay in place, and Casts have times of their own.
+# Nodes without overhead: constants and variables stay in place, and the times of Casts hold it.
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
 # Ops that forward their buffer or read only a shape.
 FREE_OPS = op_types("""
-    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp Placeholder
-    PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot Squeeze
-    StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack TensorListReserve
-    TensorListSetItem
+    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
+    Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
+    Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
+    TensorListReserve TensorListSetItem
 """)
 _FREE = FREE_OPS | {ARGUMENT, RESULT}
 # Ops that move values without arithmetic.
@@ -253,8 +261,8 @@ MOVING_OPS = op_types("""
     DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
     ResizeNearestNeighbor ResourceGather Reverse ReverseSequence ReverseV2 Slice SpaceToBatch
     SpaceToBatchND SpaceToDepth Split SplitV StridedSlice StridedSliceGrad TensorListConcat
-    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose Unpack
-    ZerosLike
+    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
+    Unpack ZerosLike
 """)
 
 
@@ -299,7 +307,7 @@ class FlopRule:
 
 
 def _matmul(shapes: Sequence[Shape], _: str) -> float:
-    """For matrices m x k, k x n and m x n, transposed or not: the root of mk * kn * mn is mkn."""
+    """For matrices m x k, k x n and m x n, also transposed: the root of mk * kn * mn is mkn."""
     sizes = [math.prod(shape[-2:]) for shape in shapes]
     return 2 * math.prod(shapes[-1][:-2]) * math.sqrt(math.prod(sizes))
 
@@ -347,10 +355,12 @@ _DEPTHWISE = "DepthwiseConv2dNative"
 _CONV_GRADIENTS = "Conv2DBackprop{0} Conv2DBackprop{0}V2 Conv3DBackprop{0} Conv3DBackprop{0}V2"
 _BY_INPUT = "i2 i1"  # The shapes that count the gradient of a convolution by its input.
 _CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
+_MATMULS = "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3"
+_CONVOLUTIONS = "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation"
 _RULES = {
-    "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3": ("matmul", "i0 i1 o0", _matmul),
+    _MATMULS: ("matmul", "i0 i1 o0", _matmul),
     "Einsum": ("matmul", "", _einsum),
-    "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation": ("conv", "o0 i1", _convolution),
+    _CONVOLUTIONS: ("conv", "o0 i1", _convolution),
     "FusedPadConv2D": ("conv", "o0 i2", _convolution),
     "FusedResizeAndPadConv2D": ("conv", "o0 i3", _convolution),
     _CONV_GRADIENTS.format("Input"): ("conv_gradient", _BY_INPUT, _convolution),
@@ -377,7 +387,7 @@ SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum
 def reduction_depth(
     op: str, inputs: Mapping[int, Shape], output: Shape | None, equation: str = ""
 ) -> int | None:
-    """Returns how many values an op adds up for each element of its result.
+    """Returns how many values an op adds up for an element of its result.
 
     None for an op that is not a reduction, or if a relevant shape is unknown. For a strided
     transposed convolution it is an upper bound.

@@ -104,8 +104,11 @@ def decide(
     chosen = choose_nodes(indexes, options, use)
     forced = chosen.forced
     joined = join(indexes, options.colors, weights)
-    found = _float32_nodes(joined, options, use)
-    found = {node: reason for node, reason in found.items() if node not in forced}
+    exact_nodes = {
+        node: reason
+        for node, reason in _float32_nodes(joined, options, use).items()
+        if node not in forced
+    }
     exact: dict[int, Reason] = {}
     if options.updates != "low":  # With exactly Grappler's lists there are none.
         fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
@@ -116,7 +119,7 @@ def decide(
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
 
     def rules_with(kept: Mapping[int, Reason]) -> Rules:
-        regions = find_regions(joined.index, {**found, **kept}, {**exact, **joined.kept})
+        regions = find_regions(joined.index, {**exact_nodes, **kept}, {**exact, **joined.kept})
         return Rules(joined.index, regions, options.colors, forced, options.updates)
 
     rules = rules_with(chosen.kept)
@@ -140,7 +143,7 @@ def decide(
     )
     plan = _plan(scopes, options)
     able: frozenset[int] = frozenset()
-    if any(each.argument == "keep_float32" for each in chosen.patterns):
+    if any(matched.argument == "keep_float32" for matched in chosen.patterns):
         able = _able_nodes(rules_with(chosen.used))
     return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, able, plan)))
 
@@ -165,27 +168,28 @@ def _able_nodes(rules: Rules) -> frozenset[int]:
 def _idle_patterns(
     indexes: Sequence[GraphIndex], chosen: ChosenNodes, able: Set[int], plan: RewritePlan
 ) -> Iterator[str]:
-    """A text for each pattern that changes no node, given the nodes that could be low without."""
-    nodes = {(each.scope, each.name): each for each in plan.nodes}
+    """A text for each pattern that changes no node; nodes in `able` could be low without it."""
+    nodes = {(node.scope, node.name): node for node in plan.nodes}
     places = [(index.scope, node.name) for index in indexes for node in index.nodes]
-    for argument, pattern, found in chosen.patterns:
-        names = ", ".join(repr(places[node][1]) for node in found[:3])
-        known = [nodes[places[node]] for node in found if places[node] in nodes]
-        if argument == "keep_float32" and able.isdisjoint(found):
+    for argument, pattern, matches in chosen.patterns:
+        names = ", ".join(repr(places[node][1]) for node in matches[:3])
+        planned = [nodes[places[node]] for node in matches if places[node] in nodes]
+        if argument == "keep_float32" and able.isdisjoint(matches):
             near = nearest_names(pattern, (chosen.names[node] for node in sorted(able)))
             hint = f" Nodes that can be {plan.dtype} are {near}." if near else ""
             text = f"{argument}: {pattern!r} has no effect: without it, too, {names} is float32"
             yield f"{text}.{hint}"
-        elif argument == "force_low" and all(each.dtype == FLOAT32 for each in known):
-            why = known[0].reason.text if known else "it does not hold float32"
+        elif argument == "force_low" and all(node.dtype == FLOAT32 for node in planned):
+            why = planned[0].reason.text if planned else "it does not hold float32"
             yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
     """Nodes that need float32: normalizations, measured values, and sums of low kernels."""
-    found: dict[int, Reason] = {}
+    reasons: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
-        # The last reason of a node is the one to tell: what its values mean, then what they are.
+        # The last reason of a node is the one to tell: what its values mean, then
+        # what they are.
         of_scope: dict[int, Reason] = {}
         if options.updates != "low":
             of_scope.update(inexact_nodes(index, options))
@@ -194,11 +198,11 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
             of_scope.update(statistics(index))
         if use.ranges and use.limits:
             of_scope.update(too_large(index, use.ranges, use.limits))
-        found.update((offset + position, reason) for position, reason in of_scope.items())
-    return found
+        reasons.update((offset + position, reason) for position, reason in of_scope.items())
+    return reasons
 
 
-# ---- The plan ------------------------------------------------------------------------------------
+# ---- The plan --------------------------------------------------------------------------
 
 
 def make_plan(
@@ -213,7 +217,7 @@ def make_plan(
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),
-        retyped_nodes=len({(each.scope, each.node) for each in retypes if each.attr}),
+        retyped_nodes=len({(retype.scope, retype.node) for retype in retypes if retype.attr}),
         casts=len(casts),
         cast_bytes=sum(known),
         casts_of_unknown_size=len(casts) - len(known),
@@ -304,16 +308,17 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
     return Reason("infer", "it is neither between nor behind converted nodes")
 
 
-# ---- Joining loops -------------------------------------------------------------------------------
+# ---- Joining loops ---------------------------------------------------------------------
 
-# A loop variable has one dtype: in the loop's attribute, as an argument of its condition and its
-# body, and as a result of its body. All of these are one slot here, so that the passes and the cut
-# decide about a loop variable once, and see the graph before, in and behind the loop.
+# A loop variable has one dtype: in the loop's attribute, as an argument of its condition and
+# its body, and as a result of its body. All of these are one slot here, so that the passes and
+# the cut decide about a loop variable once, and see the graph before, in and behind the loop.
 #
-# Functions with other callers are not joined: their arguments and results keep their dtypes, as in
-# conditionals, where a branch may return its argument as it is, which must not be rounded.
+# Functions with other callers are not joined: their arguments and results keep their dtypes, as
+# in conditionals, where a branch may return its argument as it is, which must not be rounded.
 
-# Estimated number of iterations of a loop.
+# Estimated number of iterations of a loop, which a graph seldom tells. A choice: it only has to
+# make work inside of a loop weigh much more than Casts before and behind it.
 ITERATIONS = 32
 
 
@@ -365,15 +370,16 @@ class Joined:
         overheads: list[float] = []
         unshaped: set[int] = set()
         edges = iter(self.index.edges)
-        for scope, slots, runs, each in zip(self.scopes, self.slots, self.runs, costs, strict=True):
-            for slot, (as_it_is, converted) in zip(slots, each.slots, strict=True):
+        scopes = zip(self.scopes, self.slots, self.runs, costs, strict=True)
+        for scope, slots, runs, scope_costs in scopes:
+            for slot, (as_it_is, converted) in zip(slots, scope_costs.slots, strict=True):
                 before = times[slot]
                 times[slot] = before[0] + runs * as_it_is, before[1] + runs * converted
             for inner, edge in zip(scope.edges, edges, strict=False):
-                if (tensor := scope.tensor(inner)) in each.casts:
-                    casts[self.index.tensor(edge)] = runs * each.casts[tensor]
-            overheads += [runs * seconds for seconds in each.overheads]
-            if any(slots[slot] in safe for slot in each.unshaped):
+                if (tensor := scope.tensor(inner)) in scope_costs.casts:
+                    casts[self.index.tensor(edge)] = runs * scope_costs.casts[tensor]
+            overheads += [runs * seconds for seconds in scope_costs.overheads]
+            if any(slots[slot] in safe for slot in scope_costs.unshaped):
                 unshaped.update(slots)
         return ScopeCosts(times, casts, overheads, unshaped)
 
@@ -384,16 +390,18 @@ class Joined:
 
 
 def join(
-    scopes: Sequence[GraphIndex], colors: Mapping[str, str], weights: Collection[tuple[str, str]]
+    scopes: Sequence[GraphIndex],
+    colors: Mapping[str, str],
+    weights: Collection[tuple[str, str]],
 ) -> Joined:
     """Joins a graph with the functions that its loops run.
 
     Args:
         scopes: The graph and its functions.
-        colors: Colour of every op type that is on a list: only "clear" loops are joined with their
-            functions.
-        weights: Invariant arguments of loops' functions, as (function, argument), that may be low,
-            as no gradients by them are needed.
+        colors: Colour of every op type that is on a list: only "clear" loops are joined with
+            their functions.
+        weights: Invariant arguments of loops' functions, as (function, argument), that may be
+            low, as no gradients by them are needed.
 
     Returns:
         All scopes as one; scopes without links are not connected to others.
@@ -421,13 +429,14 @@ def join(
 def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
     """The functions, by position of their scopes, whose only caller is a loop."""
     numbers = {scope.scope: number for number, scope in enumerate(scopes)}
-    callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
+    nodes = (node for scope in scopes for node in scope.nodes)
+    callers = Counter(name for node in nodes for _, name in node.calls)
     links: dict[int, Link] = {}
     for caller, scope in enumerate(scopes):
         for position, node in enumerate(scope.nodes):
             if node.op not in LOOPS or colors.get(node.op) != "clear":
                 continue
-            found = {
+            functions = {
                 numbers[name]: Link(
                     *(caller, position, attr),
                     _shared_slots(scope, node, attr, scopes[numbers[name]]),
@@ -436,19 +445,20 @@ def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int,
                 if name in numbers and callers[name] == 1
             }
             # All functions of a loop or none: they share its slots.
-            if len(found) == len(node.calls) and all(link.slots for link in found.values()):
-                links.update(found)
+            fit = all(link.slots for link in functions.values())
+            if fit and len(functions) == len(node.calls):
+                links.update(functions)
     return links
 
 
 def _shared_slots(
     caller: GraphIndex, loop: IndexedNode, attr: str, function: GraphIndex
 ) -> dict[int, int]:
-    """The slots of a function's arguments and results with the loop's; none if they do not fit."""
+    """The slots of a function's arguments and results with the loop's; none if these differ."""
     outer = [slot for slot in loop.slots if caller.slots[slot].attr == "T"]
     pairs: dict[int, int] = {}
     for op in (ARGUMENT, RESULT) if attr == "body" else (ARGUMENT,):
-        inner = [each.slots[0] for each in function.nodes if each.op == op]
+        inner = [node.slots[0] for node in function.nodes if node.op == op]
         if [caller.slots[s].dtype for s in outer] != [function.slots[s].dtype for s in inner]:
             return {}
         pairs.update(zip(inner, outer, strict=True))
@@ -471,14 +481,14 @@ def _join_indexes(
         joined, offset = places[number], offsets[number]
         shared = links[number].slots if number in links else {}
         for position, node in enumerate(scope.nodes):
-            own = tuple(dict.fromkeys(joined[slot] for slot in node.slots))
+            node_slots = tuple(dict.fromkeys(joined[slot] for slot in node.slots))
             calls = () if (number, position) in loops else node.calls
             op = LINK if number in links and node.op in (ARGUMENT, RESULT) else node.op
-            nodes.append(node._replace(slots=own, calls=calls, op=op))
+            nodes.append(node._replace(slots=node_slots, calls=calls, op=op))
         slots += [slot._replace(node=slot.node + offset) for slot in scope.slots]
         for edge in scope.edges:
-            # A tensor is identified by the node of its slot and its port. An argument has a slot of
-            # the caller's node, and so a port that the caller does not have.
+            # A tensor is identified by the node of its slot and its port. An argument has a
+            # slot of the caller's node, and so a port that the caller does not have.
             argument = offset + scope.slots[edge.source].node
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]

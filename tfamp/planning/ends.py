@@ -32,7 +32,7 @@ class Ends:
     """Slots of a graph where values come from outside, and where they go.
 
     Attributes:
-        given: Placeholders, elements of datasets, results of calls and arguments of functions.
+        inputs: Placeholders, elements of datasets, results of calls and arguments of functions.
         results: Float results that are not known to be scalars.
         scalars: Scalars that are returned or stored, and the scalars that they are sums of.
         unused: Scalars without consumers: losses that are only differentiated; and their terms.
@@ -42,7 +42,7 @@ class Ends:
             arguments of functions where these come from at their callers; of any dtype.
     """
 
-    given: Ordered = field(default_factory=dict)
+    inputs: Ordered = field(default_factory=dict)
     results: Ordered = field(default_factory=dict)
     scalars: Ordered = field(default_factory=dict)
     unused: Ordered = field(default_factory=dict)
@@ -60,7 +60,8 @@ def ends_of(
 ) -> Ends:
     """Finds where the values of a graph and its functions come from, and where they go.
 
-    A call is such an end, for its caller and for the function: it keeps the dtypes of its boundary.
+    A call is such an end, for its caller and for the function: it keeps the dtypes
+    of its boundary.
 
     Args:
         scopes: The scopes, each with its shapes; the graph itself is the first.
@@ -72,17 +73,17 @@ def ends_of(
     ends = Ends()
     for position in fetched:
         is_scalar = scopes[0].shapes.get((position, 0)) == ()
-        found = ends.scalars if is_scalar else ends.results
-        found.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
+        of_kind = ends.scalars if is_scalar else ends.results
+        of_kind.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
     for number, (scope, of_scope) in enumerate(zip(scopes, slots, strict=True)):
         is_called = number not in joined
         for node in scope.nodes:
-            own = ((of_scope[slot], None) for slot in node.slots)
+            node_slots = ((of_scope[slot], None) for slot in node.slots)
             calls = node.calls and node.op not in LOOPS
             if node.op in _SOURCES or calls or (is_called and node.op == ARGUMENT):
-                ends.given.update(own)
+                ends.inputs.update(node_slots)
             elif is_called and node.op == RESULT:
-                ends.results.update(own)
+                ends.results.update(node_slots)
         scalars, stored = _ends_of_scope(scope)
         unused = _with_terms(scope, _unused_scalars(scope))
         ends.scalars.update((of_scope[slot], None) for slot in _with_terms(scope, scalars))
@@ -126,7 +127,7 @@ def _with_terms(scope: GraphIndex, scalars: Iterable[int]) -> Iterable[int]:
     def is_scalar(slot: int) -> bool:
         return scope.shapes.get((scope.slots[slot].node, 0)) == ()
 
-    return reach(scalars, lambda slot: [each for each in terms(slot) if is_scalar(each)])
+    return reach(scalars, lambda slot: filter(is_scalar, terms(slot)))
 
 
 def _across_calls(

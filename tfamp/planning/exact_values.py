@@ -4,34 +4,35 @@ All rules go by structure and none by names:
 
 - **Results.** A float result of the function is computed in float32 from the last product on:
   probabilities sum to 1. A scalar that is differentiated, stored or returned is, from the last
-  product with a weight on: a loss has float32's digits. Products of activations in between, as in
-  a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given data from
-  predictions, the product that computes these stays float32, as the output layer does under a
-  policy.
-- **Updates.** In float16 what leads from the last product of a gradient to an optimizer is float32:
-  divided by a loss scale it may exceed float16's range.
-- **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
+  product with a weight on: a loss has float32's digits. Products of activations in between, as
+  in a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given
+  data from predictions, the product that computes these stays float32, as the output layer does
+  under a policy.
+- **Updates.** In float16 what leads from the last product of a gradient to an optimizer is
+  float32: divided by a loss scale it may exceed float16's range.
+- **Data.** A placeholder, or an element of a dataset, is rounded only as an
+  operand of a product.
 - **Masks and epsilons.** A finite number beyond the range of the low dtype, as -1e9 for masked
-  positions, does not become infinite, nor what is divided by 1e-12, and 0.999 does not become one:
-  arithmetic with it stays float32 up to the next softmax or product.
+  positions, does not become infinite, nor what is divided by 1e-12, and 0.999 does not become
+  one: arithmetic with it stays float32 up to the next softmax or product.
 - **Decompositions, angles, indices.** What a Qr or Cholesky op takes is float32 from the last
-  product on, that product included: these ops multiply rounding errors by a condition number. So is
-  what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000 turns an
-  angle by a sixth, and an index becomes another one.
-- **Conditions of loops.** What a loop compares with a tolerance is float32, from the last product
-  on, this included: rounded values need not come closer to each other.
+  product on, that product included: these ops multiply rounding errors by a condition number.
+  So is what a sine, a rounding or a cast to integers takes: an error of a thousandth of 1,000
+  turns an angle by a sixth, and an index becomes another one.
+- **Conditions of loops.** What a loop compares with a tolerance is float32, from the last
+  product on, this included: rounded values need not come closer to each other.
 
-`normalizations` finds others, `ends` where a graph begins and ends. A product is an op of the allow
-list. The selected slots stay as they are and the passes work around them; unlike a denied op, they
-do not make the nodes behind them float32.
+`normalizations` finds others, `ends` where a graph begins and ends. A product is an op of the
+allow list. The selected slots stay as they are and the passes work around them; unlike a denied
+op, they do not make the nodes behind them float32.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
@@ -50,7 +51,7 @@ from tfamp.planning.structures import (
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
-_GIVEN = Reason("data", "it computes with given data, which only products round")
+_FROM_DATA = Reason("data", "it computes with given data, which only products round")
 _DECOMPOSED = Reason(
     "decomposition", "a decomposition or solver would multiply its rounding errors"
 )
@@ -61,7 +62,8 @@ _UPDATE = Reason("update", "it leads from the last product of a gradient to wher
 
 # Ops that select or compare values and do not compute new ones.
 CHOICES = op_types("""
-    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
+    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual
+    Select SelectV2
 """)
 # Ops with bounded results.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
@@ -100,13 +102,13 @@ def exact_slots(
         The slots, with the reason.
     """
     values = _Values(index, colors, ends.across)
-    data, stored = values.data(ends.given)
+    data, stored = values.data(ends.inputs)
     gradients = values.gradients([*ends.scalars, *ends.unused])
     updates = values.updates(ends, gradients) if dtype == "float16" else ()
     return {
         **values.masked(dtype),
         **dict.fromkeys(updates, _UPDATE),
-        **dict.fromkeys(values.computing_with(data, stored), _GIVEN),
+        **dict.fromkeys(values.computing_with(data, stored), _FROM_DATA),
         **values.before_results(ends, data, gradients),
         **{
             slot: reason
@@ -118,6 +120,20 @@ def exact_slots(
             for slot in values.with_operands(slots, data | stored)
         },
     }
+
+
+class _Ways(NamedTuple):
+    """Which ends the slots lead to: for each slot a mask, whose bit n stands for the n-th end.
+
+    Attributes:
+        leads: The ends that a slot leads to, on any way.
+        across: Those of them that it leads to across a product, on some way.
+        last: Those that it leads to without a product on any way: it is behind the last one.
+    """
+
+    leads: Sequence[int]
+    across: Sequence[int]
+    last: Sequence[int]
 
 
 class _Values:
@@ -134,7 +150,7 @@ class _Values:
         self._multiplies = list(map(operator.or_, allowed, calls))
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
         self._sources, self._targets = (
-            [[each for each in near if floats[each]] for near in table]
+            [[slot for slot in near if floats[slot]] for near in table]
             for table in neighbours(index)
         )
         nodes = (index.nodes[position] for position in index.producers_first)
@@ -150,7 +166,7 @@ class _Values:
         return listed and not self._multiplies[slot] and self._ops[slot] not in _FRAMES
 
     def _walks(self, *grown: Collection[int]) -> Iterator[None]:
-        """Repeats a walk over the slots as long as it adds to sets; without loops one is enough."""
+        """Repeats a walk over the slots while it adds to sets; without loops one is enough."""
         before = -1
         while before != (size := sum(map(len, grown))) and (before < 0 or self._has_loops):
             before = size
@@ -161,34 +177,44 @@ class _Values:
         large, lost = self._constants_beyond(dtype)
         if not large and not lost:
             return {}
-        # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
-        # choices to the range of the dtype.
+        # The slots that such a value reaches. True for those whose values are in range if they
+        # are low: `graph.passes` clips constants of choices to the range of the dtype.
         fits = dict.fromkeys([*large, *lost], False)
-        found: dict[int, Reason] = {}
-        for _ in self._walks(found, fits):
+        masked: dict[int, Reason] = {}
+        for _ in self._walks(masked, fits):
             for slot in self._order:
-                beyond = [each for each in self._sources[slot] if each in fits]
+                beyond = [source for source in self._sources[slot] if source in fits]
                 if not beyond or self._multiplies[slot]:
                     continue
-                chosen = self._ops[slot] in CHOICES and all(fits[s] or s in large for s in beyond)
-                passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
-                if not chosen and not (passes_on and all(fits[s] for s in beyond)):
+                if not self._stays_in_range(slot, beyond, fits, large):
                     name = self._index.node_of(beyond[0]).name
                     text = f"a value beyond the range of {dtype} gets here from {name}"
-                    found[slot] = Reason("mask", text)
+                    masked[slot] = Reason("mask", text)
                 if self._ops[slot] not in _BOUNDED:
-                    fits[slot] = slot not in found
+                    fits[slot] = slot not in masked
         for slot in reversed(self._order):
             # Arithmetic behind it would compute with the clipped value.
-            behind = next((each for each in self._targets[slot] if each in found), None)
+            behind = next((target for target in self._targets[slot] if target in masked), None)
             if fits.get(slot) and behind is not None:
-                found[slot] = found[behind]
-        return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
+                masked[slot] = masked[behind]
+        return {slot: reason for slot, reason in masked.items() if self._may_stay(slot)}
+
+    def _stays_in_range(
+        self, slot: int, beyond: Sequence[int], fits: Mapping[int, bool], large: Collection[int]
+    ) -> bool:
+        """Whether a slot that takes from slots `beyond` the range stays in it if it is low.
+
+        A choice takes clipped constants; what moves values passes on what fits already.
+        """
+        if self._ops[slot] in CHOICES:
+            return all(fits[source] or source in large for source in beyond)
+        passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
+        return passes_on and all(fits[source] for source in beyond)
 
     def _constants_beyond(self, dtype: str) -> tuple[set[int], set[int]]:
-        """Slots of constants that become infinite in a dtype, and of those whose meaning is lost.
+        """Slots of constants that become infinite in a dtype, and of those that lose meaning.
 
-        They become one, or their inverses infinite.
+        These become one, or their inverses infinite.
         """
         limits = float_format(dtype)
         large, lost = set[int](), set[int]()
@@ -202,12 +228,13 @@ class _Values:
                 lost.update(slots)  # It may be all that is divided by, in a gradient too.
         return large, lost
 
-    def data(self, given: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Slots of given data, also moved, or computed from data and what is stored; these, too.
+    def data(self, inputs: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Slots of data, and of what is stored; each with what is computed from only these.
 
-        What is stored are variables and constants, and what is computed from these only.
+        Data are inputs, also moved, and what is computed from data and stored values. What is
+        stored are variables and constants, and what is computed from these only.
         """
-        slots, data = self._index.slots, set(given)
+        slots, data = self._index.slots, set(inputs)
         is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
         # Sizes of tensors do not count: they are in another slot of a Shape.
         integers = reach(
@@ -220,18 +247,19 @@ class _Values:
         stored: set[int] = set()
         for _ in self._walks(data, stored):
             for slot in self._order:
-                sources = [each for each in self._sources[slot] if each != slot]
+                sources = [source for source in self._sources[slot] if source != slot]
                 if slot in data or self._multiplies[slot]:
                     continue
                 if data.isdisjoint(sources):
                     if stored.issuperset(sources):
                         stored.add(slot)
-                elif self._moves(slot) or all(each in data or each in stored for each in sources):
+                elif self._moves(slot) or all(s in data or s in stored for s in sources):
                     data.add(slot)
-        return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32), frozenset(stored)
+        float_data = (slot for slot in data if slots[slot].dtype == FLOAT32)
+        return frozenset(float_data), frozenset(stored)
 
     def computing_with(self, data: Collection[int], stored: frozenset[int]) -> Iterable[int]:
-        """Slots of arithmetic on given data, and ops that move the data there, up to a softmax.
+        """Slots of arithmetic on input data, and ops that move the data there, up to a softmax.
 
         What is added on the way to a softmax may be a mask, or distances, that is stored.
         """
@@ -251,7 +279,7 @@ class _Values:
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
 
     def _adds(self, slot: int, stored: frozenset[int]) -> bool:
-        """Whether a slot adds what is stored to other values; numbers and biases do not count."""
+        """Whether a slot adds what is stored to other values, numbers and biases left out."""
         sources = self._sources[slot]
         if self._ops[slot] not in _ADDITIONS or stored.issuperset(sources):
             return False
@@ -265,7 +293,8 @@ class _Values:
     def before_decompositions(self) -> Iterable[int]:
         """Slots from the last products before decompositions on, these products included.
 
-        The product of a matrix with itself has its condition number squared, and is not the last.
+        The product of a matrix with itself has its condition number squared, and
+        is not the last.
         """
 
         def leading(slot: int) -> Iterable[int]:
@@ -277,17 +306,17 @@ class _Values:
         return [s for s in before if self._colors[s] == "allow" or self._may_stay(s)]
 
     def before_angles(self) -> Iterable[int]:
-        """Slots from the last products before angles and indices on, these products included."""
+        """Slots from the last products before angles and indices on, products included."""
         roots = [slot for slot in self._order if self._ops[slot] in _TURNING]
         for node in self._index.nodes:
             dtypes = {self._index.slots[slot].dtype for slot in node.slots}
             if node.op == "Cast" and any("int" in dtype for dtype in dtypes):
-                given = (slot for slot in node.slots if self._index.slots[slot].attr == "SrcT")
-                roots += filter(self._is_float, given)
+                operands = (s for s in node.slots if self._index.slots[s].attr == "SrcT")
+                roots += filter(self._is_float, operands)
         return self._with_last_products([*roots, *self._parts_of_complex_angles()])
 
     def _parts_of_complex_angles(self) -> Iterable[int]:
-        """The float slots that complex numbers whose exponential or sine is taken are made from."""
+        """The float slots of the complex numbers of which a sine or an exponential is taken."""
         slots = self._index.slots
 
         def is_complex(slot: int) -> bool:
@@ -295,32 +324,33 @@ class _Values:
 
         def made_from(slot: int) -> Iterable[int]:
             if self._ops[slot] in ("Cast", "Complex"):
-                return (each for each in self._index.node_of(slot).slots if each != slot)
+                return (part for part in self._index.node_of(slot).slots if part != slot)
             return (*self._across.get(slot, ()), *self._index.fanin[slot])
 
-        turned = (s for s, op in enumerate(self._ops) if op in _TURNING_COMPLEX and is_complex(s))
-        found = reach(turned, lambda s: made_from(s) if is_complex(s) else ())
-        return filter(self._is_float, found)
+        turning = (slot for slot, op in enumerate(self._ops) if op in _TURNING_COMPLEX)
+        turned = filter(is_complex, turning)
+        parts = reach(turned, lambda slot: made_from(slot) if is_complex(slot) else ())
+        return filter(self._is_float, parts)
 
     def before_conditions(self, conditions: Iterable[int]) -> Iterable[int]:
         """Slots from the last products before the conditions of loops on, these included."""
         roots = [*conditions, *(s for s, op in enumerate(self._ops) if op == "LoopCond")]
-        found = reach(roots, self._decided_by)
-        return self._with_last_products(slot for slot in found if self._is_float(slot))
+        deciding = reach(roots, self._decided_by)
+        return self._with_last_products(slot for slot in deciding if self._is_float(slot))
 
     def _decided_by(self, slot: int) -> Iterable[int]:
-        """The sources of a slot; of a comparison's result the operands, whose slots are others."""
+        """The sources of a slot; of a comparison's result the operands, as other slots."""
         op = self._ops[slot]
         if slot in self._across:
             deciding = (s for s in self._index.node_of(slot).slots if not self._crosses(s))
-            choice = (source for each in deciding for source in self._index.fanin[each])
+            choice = (source for s in deciding for source in self._index.fanin[s])
             return [*self._across[slot], *choice]
         chooses = op in _CHOOSING and not self._is_float(slot)
         if self._multiplies[slot] or op in _SIZES or chooses:
             return ()
         apart = self._is_float(slot) or op in LOOPS or op in _FRAMES or op == "IdentityN"
-        slots = (slot,) if apart else self._index.node_of(slot).slots
-        return [source for own in slots for source in self._index.fanin[own]]
+        taking = (slot,) if apart else self._index.node_of(slot).slots
+        return [source for s in taking for source in self._index.fanin[s]]
 
     def _crosses(self, slot: int) -> bool:
         return self._index.slots[slot].attr in ("Tin", "Tout")
@@ -340,14 +370,15 @@ class _Values:
 
     def with_operands(self, slots: Iterable[int], known: Set[int]) -> Iterable[int]:
         """Adds what products among some slots take, if it is known before any product."""
-        found = dict.fromkeys(slots)
-        taken = (s for slot in found if self._multiplies[slot] for s in self._sources[slot])
-        known = known | found.keys()
-        operands = reach([s for s in taken if s in known], along(known.__contains__, self._sources))
-        return [*found, *(slot for slot in operands if self._may_stay(slot))]
+        kept = dict.fromkeys(slots)
+        taken = (s for slot in kept if self._multiplies[slot] for s in self._sources[slot])
+        known = known | kept.keys()
+        roots = [slot for slot in taken if slot in known]
+        operands = reach(roots, along(known.__contains__, self._sources))
+        return [*kept, *(slot for slot in operands if self._may_stay(slot))]
 
     def updates(self, ends: Ends, gradients: Collection[int]) -> Iterable[int]:
-        """Slots between the last products, or sums, of gradients and what these are used for."""
+        """Slots between the last products, or sums, of gradients and what uses these."""
         checks = (slot for slot in self._order if self._ops[slot] in _FINITE)
         roots = (s for s in [*ends.stored, *ends.results, *checks] if s in gradients)
         parts = (s for s in self._last_parts(roots) if self._ops[s] not in REDUCTIONS)
@@ -355,18 +386,20 @@ class _Values:
 
     def _last_parts(self, roots: Iterable[int]) -> Collection[int]:
         """Slots that lead to some slots without a product or a reduction between."""
-        return reach(
-            roots,
-            lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
-        )
+
+        def parts(slot: int) -> Iterable[int]:
+            is_end = self._multiplies[slot] or self._ops[slot] in REDUCTIONS
+            return () if is_end else self._sources[slot]
+
+        return reach(roots, parts)
 
     def before_results(
-        self, ends: Ends, data: Collection[int], gradients: Collection[int]
+        self, ends: Ends, data: Set[int], gradients: Collection[int]
     ) -> dict[int, Reason]:
         """Slots behind the last product before a result, and some products.
 
-        For a loss that is the last product with a weight: those of activations behind it count as
-        parts of the loss.
+        For a loss that is the last product with a weight: those of activations behind it count
+        as parts of the loss.
         """
         returned = [slot for slot in ends.results if slot in gradients]
         # Updates of weights have their own rule, back to the last reduction.
@@ -381,7 +414,7 @@ class _Values:
         ]
         before_losses = self._before(losses, updates, crosses)
         before = before_losses | self._before(others, updates, self._multiplies)
-        found = [slot for slot in self._order if slot in before and self._may_stay(slot)]
+        on_the_way = [slot for slot in self._order if slot in before and self._may_stay(slot)]
         of_activations = [
             slot
             for slot in self._order
@@ -389,34 +422,34 @@ class _Values:
         ]
         compared = (
             slot
-            for slot in found
-            if self._ops[slot] in _DIFFERENCES and any(each in data for each in self._sources[slot])
+            for slot in on_the_way
+            if self._ops[slot] in _DIFFERENCES and not data.isdisjoint(self._sources[slot])
         )
         makers = reach(compared, lambda s: () if self._multiplies[s] else self._sources[s])
         last = (
             s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
         )
+        their_gradients = self._products_of_gradients(of_activations, gradients)
         kept = {
-            **dict.fromkeys(self._gradients_of(of_activations, gradients), _BEHIND_WEIGHTS),
+            **dict.fromkeys(their_gradients, _BEHIND_WEIGHTS),
             **dict.fromkeys(of_activations, _BEHIND_WEIGHTS),
-            **dict.fromkeys(found, _ON_THE_WAY),
+            **dict.fromkeys(on_the_way, _ON_THE_WAY),
             **dict.fromkeys(last, _COMPARED),
         }
         # A list or a loop variable that holds low values only is as exact in low precision.
         computed = (slot for slot in kept if not self._moves(slot))
         behind = reach(computed, along(kept.__contains__, self._targets))
-        return {slot: why for slot, why in kept.items() if slot in behind or not self._holds(slot)}
+        return {s: reason for s, reason in kept.items() if s in behind or not self._holds(s)}
 
     def _before(
         self, ends: Iterable[int], without: Collection[int], crosses: Sequence[bool]
     ) -> set[int]:
         """Slots that lead to some ends without a product of `crosses` between.
 
-        The last product of one end may be an early one of another: for each slot a number holds a
-        bit for every end that it leads to, and one for those it leads to across a product.
+        The last product of one end may be an early one of another: each end counts by itself.
         """
-        leads, through = self._ways(ends, without, crosses)
-        return {slot for slot in self._order if leads[slot] & ~through[slot]}
+        last = self._ways(ends, without, crosses).last
+        return {slot for slot in self._order if last[slot]}
 
     def _holds(self, slot: int) -> bool:
         return "TensorList" in self._ops[slot] or self._ops[slot] in LOOPS
@@ -424,51 +457,57 @@ class _Values:
     def _weights(self, ends: Ends) -> Set[int]:
         """Slots computed from variables and constants only.
 
-        Where no product takes one, as in a frozen graph, from arguments and constants, without a
-        product between; all slots where only one of these is given, which is the data.
+        Where no product takes one, as in a frozen graph, from arguments and constants, without
+        a product between; all slots where there is only one of these, which is the data.
         """
         made_here = [
             slot
             for slot in self._order
             if not self._sources[slot] and self._ops[slot] not in STORED
         ]
-        computed = reach([*ends.given, *made_here], self._targets.__getitem__)
+        computed = reach([*ends.inputs, *made_here], self._targets.__getitem__)
         variables = [slot for slot in self._order if self._ops[slot] in _VARIABLES]
-        found = reach(variables, along(lambda s: s not in computed, self._targets))
+        weights = reach(variables, along(lambda s: s not in computed, self._targets))
         products = [slot for slot in self._order if self._colors[slot] == "allow"]
-        taken = any(not found.keys().isdisjoint(self._sources[slot]) for slot in products)
+        taken = any(not weights.keys().isdisjoint(self._sources[slot]) for slot in products)
         if taken or self._are_multiplied(variables):
-            return found.keys()
+            return weights.keys()
         constants = (slot for slot in self._order if self._ops[slot] in STORED)
-        given = [*filter(self._is_float, ends.given), *constants]
-        if len(given) == 1:
+        origins = [*filter(self._is_float, ends.inputs), *constants]
+        if len(origins) == 1:
             return frozenset(self._order)
-        return reach(given, along(lambda s: not self._multiplies[s], self._targets)).keys()
+        return reach(origins, along(lambda s: not self._multiplies[s], self._targets)).keys()
 
     def _are_multiplied(self, variables: Iterable[int]) -> bool:
-        """Whether a product takes a variable, as it is or cast: one that is low already, too."""
+        """Whether a product takes a variable, as it is or cast: also one that is low."""
         index = self._index
 
         def moved(slot: int) -> Iterable[int]:
             if self._ops[slot] == "Cast":
-                return [s for own in index.node_of(slot).slots for s in index.fanout[own]]
-            return index.fanout[slot] if self._moves(slot) or self._ops[slot] in _VARIABLES else ()
+                slots = index.node_of(slot).slots
+                return [target for cast in slots for target in index.fanout[cast]]
+            passes_on = self._moves(slot) or self._ops[slot] in _VARIABLES
+            return index.fanout[slot] if passes_on else ()
 
         return any(self._colors[slot] == "allow" for slot in reach(variables, moved))
 
-    def _gradients_of(self, products: Iterable[int], gradients: Collection[int]) -> Iterable[int]:
-        """The products of gradients that are those of some products.
+    def _products_of_gradients(
+        self, products: Iterable[int], gradients: Collection[int]
+    ) -> Iterable[int]:
+        """The products of gradients that are those of some other products.
 
-        These take what the products take, and a gradient that no other product of gradients made;
-        in a second derivative others did, but only these take what no other product takes.
+        These take what the products take, and a gradient that no other product of
+        gradients made; in a second derivative others did, but only these take what no
+        other product takes.
         """
 
-        def origins(slot: int) -> Collection[int]:
+        def before_moves(slot: int) -> Iterable[int]:
             # Not what a ReluGrad compares with zero.
-            return reach(
-                self._sources[slot],
-                lambda s: self._sources[s] if self._moves(s) and "Grad" not in self._ops[s] else (),
-            ).keys()
+            is_moved = self._moves(slot) and "Grad" not in self._ops[slot]
+            return self._sources[slot] if is_moved else ()
+
+        def origins(slot: int) -> Collection[int]:
+            return reach(self._sources[slot], before_moves).keys()
 
         taken = {origin for slot in products for origin in origins(slot)}
         if not taken:
@@ -476,64 +515,82 @@ class _Values:
         ours = {*products, *gradients}
         others = (slot for slot in self._order if self._multiplies[slot] and slot not in ours)
         taken_alone = taken.difference(*map(origins, others))
-        found: Ordered = {}
+        theirs: Ordered = {}
         apart = set[int]()  # Behind other products of gradients.
         for _ in self._walks(apart):
-            found.clear()
+            theirs.clear()
             for slot in self._order:
                 is_apart = not apart.isdisjoint(self._sources[slot])
                 if self._multiplies[slot] and slot in gradients:
                     ends = taken_alone if is_apart else taken
-                    is_ours = not ends.isdisjoint(origins(slot))
-                    if is_ours and self._colors[slot] == "allow":
-                        found[slot] = None
-                    is_apart = not is_ours
+                    is_theirs = not ends.isdisjoint(origins(slot))
+                    if is_theirs and self._colors[slot] == "allow":
+                        theirs[slot] = None
+                    is_apart = not is_theirs
                 if is_apart:
                     apart.add(slot)
-        return found
+        return theirs
 
     def gradients(self, scalars: Iterable[int]) -> Collection[int]:
         """Slots computed by the products of gradients, which round their results.
 
-        Such a product has an operand that comes from behind a scalar, and another one that leads to
-        the scalar through a product; it does not lead there itself.
+        Such a product has an operand that comes from behind a scalar, and another one that
+        leads to the scalar through a product; it does not lead there itself.
         """
-        leads, through = self._ways(scalars, (), self._multiplies)
+        # The loss is the only scalar of this graph, so masks are 0 or 1; y and dw are products:
+        #
+        #     h ---> y = h @ w ---> square ---> loss            leads  across  last  behind
+        #     |      |                                  h         1      1      0      0
+        #     |      +---> dy = 2 * y ---+              y         1      0      1      0
+        #     |                          |              loss      1      0      1      1
+        #     +------------------------> dw = h.T @ dy  dy        0      0      0      1
+        #                                               dw        0      0      0      1
+        #
+        # dw takes dy, which is behind the loss, and h, which leads to the loss across y; y
+        # takes nothing from behind it.
+        ways = self._ways(scalars, (), self._multiplies)
+        # For each slot the mask of the scalars from whose last part it is computed.
         behind = [0] * len(self._ops)
-        found: set[int] = set()
+        of_gradients: set[int] = set()
         changed = True
         while changed:
-            before = [*behind, len(found)]
+            before = [*behind, len(of_gradients)]
             for slot in self._order:
                 sources = self._sources[slot]
-                for each in sources:
-                    behind[slot] |= behind[each] | leads[each] & ~through[each]
-                is_gradient = False
-                if self._multiplies[slot]:
-                    operands = functools.reduce(operator.or_, map(through.__getitem__, sources), 0)
-                    is_gradient = bool(behind[slot] & operands & ~leads[slot])
-                if is_gradient or not found.isdisjoint(sources):
-                    found.add(slot)
-            changed = self._has_loops and before != [*behind, len(found)]
-        return found
+                for source in sources:
+                    behind[slot] |= behind[source] | ways.last[source]
+                is_product = self._multiplies[slot] and self._takes_both(slot, behind, ways)
+                if is_product or not of_gradients.isdisjoint(sources):
+                    of_gradients.add(slot)
+            changed = self._has_loops and before != [*behind, len(of_gradients)]
+        return of_gradients
+
+    def _takes_both(self, slot: int, behind: Sequence[int], ways: _Ways) -> bool:
+        """Whether a slot behind a scalar takes what leads to this across a product, too."""
+        across = 0
+        for source in self._sources[slot]:
+            across |= ways.across[source]
+        return bool(behind[slot] & across & ~ways.leads[slot])
 
     def _ways(
         self, ends: Iterable[int], without: Collection[int], crosses: Sequence[bool]
-    ) -> tuple[list[int], list[int]]:
-        """Bit sets of the ends that each slot leads to, on any path and across some products."""
-        own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
-        leads, through = ([0] * len(self._ops) for _ in range(2))
+    ) -> _Ways:
+        """The ends that each slot leads to, outside of some slots and across some products."""
+        end_bits = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
+        leads, across = [0] * len(self._ops), [0] * len(self._ops)
         changed = True
         while changed:
             changed = False
             for slot in reversed(self._order):
                 if slot in without:
                     continue
-                every, crossing = own.get(slot, 0), 0
+                slot_leads, slot_across = end_bits.get(slot, 0), 0
                 for target in self._targets[slot]:
-                    every |= leads[target]
-                    crossing |= (leads if crosses[target] else through)[target]
-                changed |= (every, crossing) != (leads[slot], through[slot])
-                leads[slot], through[slot] = every, crossing
+                    slot_leads |= leads[target]
+                    # Whatever a product leads to is across it for its operands.
+                    slot_across |= leads[target] if crosses[target] else across[target]
+                changed |= (slot_leads, slot_across) != (leads[slot], across[slot])
+                leads[slot], across[slot] = slot_leads, slot_across
             changed &= self._has_loops  # Without them one walk back is enough.
-        return leads, through
+        last = [on_any & ~on_some for on_any, on_some in zip(leads, across, strict=True)]
+        return _Ways(leads, across, last)

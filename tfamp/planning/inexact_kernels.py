@@ -1,8 +1,8 @@
 """Nodes that stay float32 as their low kernels would lose digits, by the table; framework-free.
 
-`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and the
-attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such a node
-does not make the nodes behind it float32.
+`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and
+the attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such
+a node does not make the nodes behind it float32.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from tfamp.planning.structures import GraphIndex, Reason
 RULE = "sum"
 # Of a node's device, as graphs spell it.
 _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
-# Of the input of a node that becomes another op: its axes must be known.
+# Of the input of a node that becomes another op: its axes must be known. A BiasAddGrad, the
+# only such op in the table, adds up over all axes but the channels: at least two axes.
 _LEAST_RANK = 2
 
 
 def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[int, Reason]]:
-    """Finds the nodes of a scope whose low kernels add up too many values in their own dtype.
+    """Finds the nodes of a scope whose low kernels add up too many values in low precision.
 
     A node whose row names another op that is exact instead, and may be low, is left out:
-    `graph.passes.bias_sums` puts that op in its place. So are ops that the caller's lists moved.
+    `graph.passes.bias_sums` puts that op in its place. So are ops that the
+    caller's lists moved.
 
     Args:
         index: The scope, with its shapes.
@@ -77,8 +79,8 @@ def exact_instead(call: OpCall, device: str, options: RewriteOptions) -> str:
 
 
 def _kind(device: str, options: RewriteOptions) -> str:
-    found = _DEVICE_KIND.search(device)
-    return found[1].lower() if found else options.device
+    match = _DEVICE_KIND.search(device)
+    return match[1].lower() if match else options.device
 
 
 def _text(call: OpCall, fact: KernelFact, device: str, options: RewriteOptions) -> str:
@@ -96,6 +98,6 @@ def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
         target = index.slots[edge.target].node
         if index.nodes[target].op == "AddN":
             devices.setdefault(target, set()).add(index.node_of(edge.source).device)
-    for position, found in devices.items():
-        if len(found - {""}) > 1:
+    for position, names in devices.items():
+        if len(names - {""}) > 1:
             yield position, Reason(RULE, "it adds tensors of several devices")

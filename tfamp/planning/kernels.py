@@ -1,18 +1,19 @@
 """Facts about TensorFlow's kernels in low precision, in one table; framework-free.
 
-A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so far: a
-sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks right then,
-as every node has the dtype that it should have. Rewrites, autocast, policies and levels read this
-table, and tests/kernels measures it.
+A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so
+far: a sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks
+right then, as every node has the dtype that it should have. Rewrites, autocast, policies and
+levels read this table, and tests/kernels measures it.
 
-Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms; run
-`python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is at most
-four times that of rounding its inputs and outputs. For GPUs, the template arguments of the kernels
-in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`, `depthwise_conv_op_gpu.h`,
-`reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`, `segment_reduction_ops_gpu.cu.h` and
-`core/util/use_cudnn.cc`; and one measurement on an H100 (docs/gpu.md). There the tree sums of
-norms, of AvgPoolGrad and of depthwise filters were exact on 16,384 terms: their rows stay, as
-longer sums are less exact, and depthwise filters go by other kernels on other cards.
+Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms;
+run `python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is
+at most four times that of rounding its inputs and outputs. For GPUs, the template arguments of
+the kernels in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`,
+`depthwise_conv_op_gpu.h`, `reduction_gpu_kernels.cu.h`, `scatter_nd_op_gpu.cu.cc`,
+`segment_reduction_ops_gpu.cu.h` and `core/util/use_cudnn.cc`; and one measurement on an H100
+(docs/gpu.md). There the tree sums of norms, of AvgPoolGrad and of depthwise filters were exact
+on 16,384 terms: their rows stay, as longer sums are less exact, and depthwise filters go by
+other kernels on other cards.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class KernelFact:
     Attributes:
         op: The op type.
         low: Pairs (library, dtype) in which it adds up in the dtype of its tensors.
-        terms: How many values it adds up for each result: a key of `TERMS`.
+        terms: How many values it adds up for one result: a key of `TERMS`.
         form: Which calls of the op are meant: a key of `FORMS`.
         instead: What is exact in its place: "float32" for the op in float32, or an op type.
         gradient_of: Ops whose gradients run it, which are the ones that a forward pass sees.
@@ -80,7 +81,7 @@ class KernelFact:
     layers: tuple[str, ...] = ()
 
 
-# ---- Forms and numbers of terms ------------------------------------------------------------------
+# ---- Forms and numbers of terms --------------------------------------------------------
 
 # An unknown number of terms.
 _UNKNOWN = math.inf
@@ -118,7 +119,7 @@ def _input(call: OpCall, number: int) -> PartialShape:
 
 
 def _reduced(call: OpCall) -> float:
-    """Input elements for each element of the output."""
+    """Input elements for one element of the output."""
     results = _size(call.output)
     return _size(_input(call, 0)) / max(results, 1) if results < _UNKNOWN else _UNKNOWN
 
@@ -148,7 +149,7 @@ def _indexes(number: int) -> Callable[[OpCall], float]:
 
 
 def _not_channels(call: OpCall) -> float:
-    """Elements for each channel of the input."""
+    """Elements for one channel of the input."""
     shape = _input(call, 0)
     if not shape:
         return _UNKNOWN
@@ -170,7 +171,8 @@ def _contracted(call: OpCall) -> float:
     for axes, shape in zip(inputs.split(","), call.inputs, strict=False):
         if shape is None or "." in axes or len(axes) != len(shape):
             return _UNKNOWN
-        sizes.update((a, _UNKNOWN if d is None else d) for a, d in zip(axes, shape, strict=True))
+        for axis, size in zip(axes, shape, strict=True):
+            sizes[axis] = _UNKNOWN if size is None else size
     return math.prod(size for axis, size in sizes.items() if axis not in output)
 
 
@@ -212,7 +214,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
 }
 
-# ---- The table -----------------------------------------------------------------------------------
+# ---- The table -------------------------------------------------------------------------
 
 
 def _in(
@@ -231,12 +233,13 @@ _ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
 _ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
 # Ops whose gradients add up over broadcast axes, by Sum.
 BROADCASTING = (
-    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue", "Div",
-    "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow", "RealDiv",
-    "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile", "Xdivy", "Xlog1py",
-    "Xlogy",
+    "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue",
+    "Div", "DivNoNan", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Mul", "MulNoNan", "Pow",
+    "RealDiv", "SelectV2", "SquaredDifference", "Sub", "TensorStridedSliceUpdate", "Tile",
+    "Xdivy", "Xlog1py", "Xlogy",
 )  # fmt: skip
-# Ops whose gradients add up, by Sum, what one value was used for, or how many values are largest.
+# Ops whose gradients add up, by Sum, what one value was used for, or how many
+# values are largest.
 _SHARING = (
     "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
     "StatelessParameterizedTruncatedNormal", "StatelessRandomGammaV2", "StatelessRandomGammaV3",
@@ -268,9 +271,17 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     KernelFact(op="EuclideanNorm", low=_in(eigen=_F16, gpu=_BOTH)),
     # In bfloat16 a CPU's squares are rounded before they are added up.
     KernelFact(op="L2Loss", low=_in(eigen=_BF16, gpu=_BOTH), terms="unknown"),
-    KernelFact(op="Cumsum", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumsum",)),
     KernelFact(
-        op="Cumprod", low=_in(eigen=_BOTH, gpu=_BOTH), terms="axis", gradient_of=("Cumprod", "Prod")
+        op="Cumsum",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="axis",
+        gradient_of=("Cumsum",),
+    ),
+    KernelFact(
+        op="Cumprod",
+        low=_in(eigen=_BOTH, gpu=_BOTH),
+        terms="axis",
+        gradient_of=("Cumprod", "Prod"),
     ),
     KernelFact(
         op="CumulativeLogsumexp",
@@ -326,8 +337,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="unknown",
         gradient_of=("ExtractImagePatches", "ExtractVolumePatches", "SparseTensorDenseMatMul"),
     ),
-    # The gradient of the default value, for which empty rows stand. On a GPU it differed from run
-    # to run, once by 130 %.
+    # The gradient of the default value, for which empty rows stand. On a GPU it differed from
+    # run to run, once by 130 %.
     *(
         KernelFact(
             op=f"{op}Grad",
@@ -435,8 +446,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
         )
     ),
-    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse than
-    # Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
+    # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse
+    # than Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
     KernelFact(
         op="AvgPool",
         low=_in(eigen=_BOTH),
@@ -511,12 +522,12 @@ UNMENDABLE: Mapping[str, str] = {
     "AssignAddVariableOp": "it adds to a variable of a low dtype; keep the variable in float32",
 }
 
-# ---- Queries -------------------------------------------------------------------------------------
+# ---- Queries ---------------------------------------------------------------------------
 
 
-# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 * eps,
-# as each step may round in the same direction, by half of what the last digit of the sum is worth;
-# usually by much less. Four roundings of a result are 2 * eps.
+# How many terms may be added up in a low dtype. Adding n equal terms is off by at most n / 4 *
+# eps, as each step may round in the same direction, by half of what the last digit of the sum
+# is worth; usually by much less. Four roundings of a result are 2 * eps.
 SAFE_TERMS = 16
 
 
@@ -575,13 +586,13 @@ def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) ->
 
 @functools.cache
 def forward_ops(device: str, onednn: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Ops whose gradients run an inexact kernel, each with the dtypes in which they do."""
-    found: dict[str, frozenset[str]] = {}
+    """Ops whose gradients run an inexact kernel, with the dtypes in which they do."""
+    dtypes_of: dict[str, frozenset[str]] = {}
     for fact in KERNEL_FACTS:
         dtypes = {d for d in LOW_PRECISION if fact in facts_of(fact.op, d, device, onednn)}
         for op in fact.gradient_of:
-            found[op] = found.get(op, frozenset()) | dtypes
-    return found
+            dtypes_of[op] = dtypes_of.get(op, frozenset()) | dtypes
+    return dtypes_of
 
 
 OPS = frozenset(fact.op for fact in KERNEL_FACTS)

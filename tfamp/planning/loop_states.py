@@ -1,14 +1,15 @@
 """Finds loop variables that stay float32, as they add up over the iterations; framework-free.
 
-A loop variable is a sum if its next value is the old one plus something. It is one as well if it is
-only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear recurrence,
-where neither the gates nor what is added depend on it. In low precision such a state stops where a
-step is less than half of its last digit. A TensorArray whose elements are computed so from each
-other is a state too. The body of a branch, or of another function that is called, is not looked
-into: it takes and returns float32, so that a low state would only be cast there and back.
+A loop variable is a sum if its next value is the old one plus something. It is one as well if
+it is only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear
+recurrence, where neither the gates nor what is added depend on it. In low precision such a
+state stops where a step is less than half of its last digit. A TensorArray whose elements are
+computed so from each other is a state too. The body of a branch, or of another function that is
+called, is not looked into: it takes and returns float32, so that a low state would only be cast
+there and back.
 
-The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype of
-the values that its products take.
+The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype
+of the values that its products take.
 """
 
 from __future__ import annotations
@@ -97,23 +98,30 @@ class _Body:
         if argument not in before:
             return []
         behind = reach([argument], along(before.__contains__, self._made_of))
-        found = [slot for slot in before if slot in behind]
-        if any(self._is_called(slot) for slot in found):
-            return found
+        between = [slot for slot in before if slot in behind]
+        if any(self._is_called(slot) for slot in between):
+            return between
         fanin = self._index.fanin
         factors, terms = (
-            [s for slot in found if self._ops[slot] in ops for s in fanin[slot] if s not in behind]
+            [
+                source
+                for slot in between
+                if self._ops[slot] in ops
+                for source in fanin[slot]
+                if source not in behind
+            ]
             for ops in (_SCALING, _ADDING)
         )
-        adds = any(self._ops[slot] in _ADDING for slot in found)
+        adds = any(self._ops[slot] in _ADDING for slot in between)
         by_constants = not self._depends_on(factors)
         if adds and (by_constants or argument not in self._depends_on([*factors, *terms])):
-            return found
+            return between
         return []
 
     def _made_from(self, slot: int) -> Sequence[int]:
         """The inputs of an op that a state may go through."""
-        return self._taken[slot] if self._ops[slot] in _ON_THE_WAY or self._is_called(slot) else ()
+        passes_on = self._ops[slot] in _ON_THE_WAY or self._is_called(slot)
+        return self._taken[slot] if passes_on else ()
 
     def _is_called(self, slot: int) -> bool:
         node = self._index.node_of(slot)
@@ -127,7 +135,7 @@ class _Body:
         """
         index = self._index
         return [
-            [source for own in index.node_of(slot).slots for source in index.fanin[own]]
+            [source for s in index.node_of(slot).slots for source in index.fanin[s]]
             if self._is_called(slot) or self._ops[slot] in _LISTS
             else index.fanin[slot]
             for slot in range(len(index.slots))
@@ -136,11 +144,11 @@ class _Body:
     @functools.cached_property
     def _made_of(self) -> Sequence[Sequence[int]]:
         """For each slot those whose op takes it."""
-        found: list[list[int]] = [[] for _ in self._taken]
+        takers: list[list[int]] = [[] for _ in self._taken]
         for slot, sources in enumerate(self._taken):
             for source in sources:
-                found[source].append(slot)
-        return found
+                takers[source].append(slot)
+        return takers
 
     def _depends_on(self, slots: Iterable[int]) -> Collection[int]:
         """The variables, of this or earlier iterations, that some slots are computed from.

@@ -1,8 +1,8 @@
 """The caller's options of a rewrite, and the nodes that they select by name; framework-free.
 
-Options are one value, checked in its constructor. Fetches, feeds and name patterns select nodes. A
-node of a function also has a name for each caller of the function, so that the branches of a
-conditional belong to the layer of the conditional.
+Options are one value, checked in its constructor. Fetches, feeds and name patterns select
+nodes. A node of a function also has a name for each caller of the function, so that the
+branches of a conditional belong to the layer of the conditional.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ Color = Literal["allow", "infer", "deny", "clear"]
 COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 _ON_ERROR = ("raise", "keep")
-# Ops that accept float32 only, with successors that also accept low precision and keep statistics
-# in float32.
-SUCCESSORS = {"FusedBatchNorm": "FusedBatchNormV2", "FusedBatchNormGrad": "FusedBatchNormGradV2"}
+# Ops that accept float32 only, with successors that also accept low precision and keep
+# statistics in float32.
+SUCCESSORS = {
+    "FusedBatchNorm": "FusedBatchNormV2",
+    "FusedBatchNormGrad": "FusedBatchNormGradV2",
+}
 
 
 class OpColors:
@@ -61,7 +64,8 @@ class RewriteOptions:
         on_error: "raise" or "keep".
         may_miss: Patterns that may match no node.
         onednn: The low dtypes for which oneDNN's kernels run on the CPU.
-        moved_ops: Ops that the caller's lists moved: what kernels lose does not keep them float32.
+        moved_ops: Ops that the caller's lists moved: what kernels lose does not
+            keep them float32.
 
     Raises:
         TypeError, ValueError: A value is wrong; the message names what is allowed.
@@ -100,12 +104,15 @@ class RewriteOptions:
     @functools.cached_property
     def patterns(self) -> Mapping[str, tuple[re.Pattern[str], ...]]:
         """The regular expressions in `keep_float32` and `force_low`, compiled."""
-        given = {"keep_float32": self.keep_float32, "force_low": self.force_low}
-        return {name: tuple(_compiled(name, each) for each in given[name]) for name in given}
+        texts = {"keep_float32": self.keep_float32, "force_low": self.force_low}
+        return {
+            name: tuple(_compiled(name, pattern) for pattern in patterns)
+            for name, patterns in texts.items()
+        }
 
     @functools.cached_property
     def colors(self) -> Mapping[str, Color]:
-        """Colour of every op type that is on a list or has a successor there; needs `op_lists`."""
+        """Colour of op types that are on a list or have a successor there; needs `op_lists`."""
         colors = {op: color for color in COLORS for op in getattr(self.op_lists, color)}
         successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
         return successors | colors
@@ -115,15 +122,17 @@ class RewriteOptions:
         """How far arithmetic on gradients of variables can be converted; needs `op_lists`.
 
         Only Grappler's unchanged lists give Grappler's result. Otherwise optimizers compute in
-        float32: with bfloat16, which has float32's range, from the last reduction on; with float16
-        from the start, as squares of gradients and unscaled gradients underflow.
+        float32: with bfloat16, which has float32's range, from the last reduction on; with
+        float16 from the start, as squares of gradients and unscaled gradients underflow.
         """
-        theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
-        if not self.exact_statistics and all(
-            getattr(self.op_lists, color) == ops for color, ops in zip(COLORS, theirs, strict=True)
-        ):
+        if not self.exact_statistics and self._has_grapplers_lists():
             return "low"
         return "reduced" if self.dtype == "bfloat16" else "float32"
+
+    def _has_grapplers_lists(self) -> bool:
+        theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
+        lists = (getattr(self.op_lists, color) for color in COLORS)
+        return all(ops == known for ops, known in zip(lists, theirs, strict=True))
 
     @property
     def exact_statistics(self) -> bool:
@@ -218,9 +227,10 @@ def _check_types(op_lists: Any, profile: Any) -> None:
         )
 
 
-# ---- Nodes selected by name ----------------------------------------------------------------------
+# ---- Nodes selected by name ------------------------------------------------------------
 
-# With functions that call each other twice, the number of callers doubles at every level.
+# Most names that a function has by its callers. With functions that call each other twice their
+# number doubles at every level; 1,000 is a choice, more than the layers of deep models.
 MOST_CALLERS = 1000
 
 
@@ -248,7 +258,8 @@ class ChosenNodes(NamedTuple):
         kept: All nodes that stay float32, these included, with the reason.
         forced: Nodes that are converted whatever their op, unless they are also kept.
         patterns: The patterns that have to change something.
-        names: For each node its name, alone and after its callers' names, if there are patterns.
+        names: For each node its name, alone and after its callers' names, if there are
+            patterns.
     """
 
     used: Mapping[int, structures.Reason]
@@ -274,14 +285,18 @@ def choose_nodes(
     names = _node_names(indexes) if options.keep_float32 or options.force_low else []
     for argument, patterns in options.patterns.items():
         for pattern in patterns:
-            found = [node for node, each in enumerate(names) if any(map(pattern.search, each))]
+            matches = [
+                node
+                for node, names_of_node in enumerate(names)
+                if any(map(pattern.search, names_of_node))
+            ]
             if pattern.pattern not in options.may_miss:
-                needed.append(Pattern(argument, pattern.pattern, found))
-                if not found:
+                needed.append(Pattern(argument, pattern.pattern, matches))
+                if not matches:
                     raise _no_match(argument, pattern.pattern, names)
             if argument == "force_low":
-                forced.update(found)
-            for node in found if argument == "keep_float32" else ():
+                forced.update(matches)
+            for node in matches if argument == "keep_float32" else ():
                 text = f"its name matches keep_float32 {pattern.pattern!r}"
                 kept.setdefault(node, structures.Reason("keep_float32", text))
     # Casts follow their neighbours.
@@ -297,21 +312,21 @@ def _used_nodes(index: structures.GraphIndex, use: GraphUse) -> dict[int, struct
     fed = structures.Reason("feeds", "its value is fed")
     used = {}
     for reason, name in (*((fetched, n) for n in use.fetches), *((fed, n) for n in use.feeds)):
-        own, (_, colon, port) = structures.node_name(name), name.partition(":")
-        if own not in positions:
-            near = difflib.get_close_matches(own, sorted(positions))
+        node, (_, colon, port) = structures.node_name(name), name.partition(":")
+        if node not in positions:
+            near = difflib.get_close_matches(node, sorted(positions))
             hint = f" The nearest names are {near}." if near else ""
             raise ValueError(f"{reason.rule}: the graph has no node {name!r}.{hint}")
         if colon and not port.isdecimal():
             raise ValueError(
-                f"{reason.rule}: {name!r} is not the name of a tensor; give '{own}:0'."
+                f"{reason.rule}: {name!r} is not the name of a tensor; give '{node}:0'."
             )
-        used[positions[own]] = reason
+        used[positions[node]] = reason
     return used
 
 
 def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
-    """For each node its name, alone and after its callers' names; none for arguments."""
+    """The names of the nodes, alone and after their callers' names; none for arguments."""
     # A NoOp holds functions without running them.
     calls = {
         index.scope: [
@@ -338,8 +353,8 @@ def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> Va
 
 
 def nearest_names(pattern: str, names: Iterable[Sequence[str]]) -> str:
-    """Returns the names most like a pattern as text, with callers' names in front; "" for none."""
-    known = dict.fromkeys(each[:2][-1] for each in names if each)
+    """Returns the names most like a pattern as text, after callers' names; "" for none."""
+    known = dict.fromkeys(names_of_node[:2][-1] for names_of_node in names if names_of_node)
     return ", ".join(map(repr, difflib.get_close_matches(pattern, known, cutoff=0.0)))
 
 
@@ -348,45 +363,47 @@ _Call: TypeAlias = tuple[str, str, frozenset[str]]
 
 
 def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
-    """Returns for each function the names of the nodes that run it, after their own callers' names.
+    """Returns for functions the names of the nodes that run them, after their callers' names.
 
     Args:
-        calls: For each function, and for "", the graph itself, its calls: pairs of a node's name
+        calls: The calls of each function, and of "", the graph itself: pairs of a node's name
             and a function that it runs.
 
     Returns:
-        The first 1,000 names of each function, in graph order. Recursive calls count once.
+        The first 1,000 names of a function, in graph order. Recursive calls count once.
 
     Example:
         >>> caller_names({"": [("gate/cond", "then")], "then": [("while", "body")]})
         {'then': ['gate/cond'], 'body': ['gate/cond/while']}
     """
-    found: dict[str, dict[str, None]] = {}
+    names_of: dict[str, dict[str, None]] = {}
 
     def called_by(call: _Call) -> Iterator[_Call]:
         function, caller, around = call
         for node, called in calls.get(function, ()):
-            name, names = full_name(caller, node), found.setdefault(called, {})
-            if called not in around and name not in names and len(names) < MOST_CALLERS:
+            name, names = full_name(caller, node), names_of.setdefault(called, {})
+            is_new = called not in around and name not in names
+            if is_new and len(names) < MOST_CALLERS:
                 names[name] = None
                 yield called, name, around | {called}
 
-    structures.reach([(structures.MAIN_GRAPH, "", frozenset([structures.MAIN_GRAPH]))], called_by)
-    return {function: list(names) for function, names in found.items()}
+    graph = structures.MAIN_GRAPH
+    structures.reach([(graph, "", frozenset([graph]))], called_by)
+    return {function: list(names) for function, names in names_of.items()}
 
 
 def full_name(caller: str, node: str) -> str:
     """Returns the name of a node of a function after its caller's name.
 
-    In a branch TensorFlow starts names with the name of the conditional, which was different before
-    the function around it was inlined.
+    In a branch TensorFlow starts names with the name of the conditional, which was different
+    before the function around it was inlined.
 
     Example:
         >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")
         ('gate/PartitionedCall/cond/MatMul', 'call/MatMul')
     """
-    around, own = caller.split("/"), node.split("/")
-    for length in range(min(len(around), len(own) - 1), 0, -1):
-        if around[-length:] == own[:length]:
-            return "/".join([*around, *own[length:]])
+    around, within = caller.split("/"), node.split("/")
+    for length in range(min(len(around), len(within) - 1), 0, -1):
+        if around[-length:] == within[:length]:
+            return "/".join([*around, *within[length:]])
     return f"{caller}/{node}" if caller else node

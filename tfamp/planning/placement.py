@@ -1,9 +1,9 @@
 """Selects the slots that are worth converting, by a minimum cut; framework-free.
 
-Each slot has one of two labels, float32 or low. The time of a placement is the time of its nodes in
-their labels, plus one Cast for every tensor whose producer and consumers differ in label. The
-placement of least time is a minimum cut in a graph with the low slots on the source side: see
-"Placement" in the README of `graph`.
+Each slot has one of two labels, float32 or low. The time of a placement is the time of its
+nodes in their labels, plus one Cast for every tensor whose producer and consumers differ in
+label. The placement of least time is a minimum cut in a graph with the low slots on the source
+side: see "Placement" in the README of `graph`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def place(
 ) -> Painting:
     """Lowers the slots that are worth it.
 
-    Of several placements of least time, the one with the fewest low slots is used. The lists decide
-    about slots of unknown shape, and about all slots if the cut gains too little.
+    Of several placements of least time, the one with the fewest low slots is used. The lists
+    decide about slots of unknown shape, and about all slots if the cut gains too little.
 
     Args:
         index: The scope.
@@ -76,9 +76,12 @@ Arc: TypeAlias = tuple[Hashable, Hashable, float]
 
 
 def _slot_arcs(
-    free: Collection[int], costs: ScopeCosts, regions: Regions, casts: Mapping[int, Sequence[int]]
+    free: Collection[int],
+    costs: ScopeCosts,
+    regions: Regions,
+    casts: Mapping[int, Sequence[int]],
 ) -> Iterator[Arc]:
-    """Arcs for the time of each slot, and for slots that must agree."""
+    """Arcs for the times of slots, and for slots that must agree."""
     for slot in free:
         as_it_is, converted = costs.slots[slot]
         if converted > as_it_is:
@@ -90,8 +93,8 @@ def _slot_arcs(
         for vertex in others:
             yield first, vertex, math.inf
             yield vertex, first, math.inf
-    # An end of a Cast is low only if all slots it is joined to are: otherwise it would round for
-    # the others. The labels pass from integers to float32 and back.
+    # An end of a Cast is low only if all slots it is joined to are: otherwise it would round
+    # for the others. The labels pass from integers to float32 and back.
     for slot, ends in casts.items():
         for other in ends:
             yield slot, FLOAT32 if other in casts or other not in free else other, math.inf
@@ -116,19 +119,23 @@ def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> I
 
 # Residual graphs hold up to twice this capacity, which must be less than 2**31.
 _INFINITE = 2**30
-# Capacities are rounded to multiples of this, or of the next power of two that lets them fit. All
-# small graphs share one step, so that rounding does not depend on the rest of a graph.
+# Capacities are rounded to multiples of this, or of the next power of two that lets them fit.
+# All small graphs share one step, so that rounding does not depend on the rest of a graph.
+# It is a nanosecond: times are in seconds, and with `_INFINITE` a graph of up to a second
+# has this step.
 _FINEST_STEP = 2.0**-30
 
 
 def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> frozenset[Hashable]:
     """Returns the source side of a cut of least capacity: the one with fewest vertices.
 
-    That side is unique, so the result depends neither on the order of edges nor on the algorithm.
+    That side is unique, so the result depends neither on the order of edges nor on
+    the algorithm.
 
     Args:
-        edges: Triples (tail, head, capacity). The capacity of a cut is the sum over the edges from
-            its source side to its sink side, none of them `math.inf`. Parallel edges add up.
+        edges: Triples (tail, head, capacity). The capacity of a cut is the sum over the
+            edges from its source side to its sink side, none of them `math.inf`.
+            Parallel edges add up.
         source: Vertex on the source side.
         sink: Vertex on the sink side.
 
@@ -152,17 +159,18 @@ def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> froze
     numbers = {vertex: number for number, vertex in enumerate(vertices)}
     ends = np.array([(numbers[tail], numbers[head]) for tail, head, _ in arcs], np.int32)
     values = np.array([capacity for _, _, capacity in arcs], float)
-    graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=(len(vertices), len(vertices)))
+    shape = (len(vertices), len(vertices))
+    graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=shape)
     finite = np.isfinite(graph.data)
     step = _FINEST_STEP
-    # Rounding adds at most half a step to each capacity.
+    # Rounding adds at most half a step to a capacity.
     while graph.data[finite].sum() / step + finite.sum() >= _INFINITE:
         step *= 2
     graph.data = np.where(finite, np.round(graph.data / step), _INFINITE).astype(np.int32)
-    found: Any = maximum_flow(graph, 0, 1)
-    if found.flow_value >= _INFINITE:
+    maximum: Any = maximum_flow(graph, 0, 1)
+    if maximum.flow_value >= _INFINITE:
         raise ValueError("Every cut between source and sink has an infinite edge.")
-    residual = csr_matrix(graph - found.flow)
+    residual = csr_matrix(graph - maximum.flow)
     residual.eliminate_zeros()
     reached = breadth_first_order(residual, 0, return_predecessors=False)
     return frozenset(vertices[number] for number in reached)

@@ -4,8 +4,8 @@
 precision anywhere: rounding it loses digits, or makes it infinite. So its producer and all its
 consumers stay float32; with a float32 producer alone, the Cast before a consumer would round.
 
-Only tensors whose dtype would change with the node count. The statistics of a `FusedBatchNormV3`
-may have any size: they are float32 in any case.
+Only tensors whose dtype would change with the node count. The statistics of a
+`FusedBatchNormV3` may have any size: they are float32 in any case.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ RULE = "calibration"
 # Scope, node, output port.
 TensorKey: TypeAlias = tuple[str, str, int]
 
+# From 512 on float16's values are 0.5 apart, and unmeasured data may be 128 times as large
+# before they overflow; the power of two is a choice. bfloat16 has float32's range.
 _DATA_MAX = {"float16": 512.0, "bfloat16": math.inf}
 _PASSING_ON = op_types("""
     Enter ExpandDims Identity Reshape Snapshot Squeeze StopGradient Transpose
@@ -37,12 +39,12 @@ class Limits:
     """Largest values and deepest sums in low precision; `math.inf` switches a rule off.
 
     Attributes:
-        data_max: Largest magnitude of a value that depends on data, with a margin for unmeasured
-            data.
-        constant_max: Largest magnitude of a constant or a variable. Stored values are rounded once
-            and do not depend on data: no margin.
-        sum_depth: Number of values summed for each result, in ops that accumulate in the dtype of
-            their tensors, such as Sum and BiasAddGrad.
+        data_max: Largest magnitude of a value that depends on data, with a margin for
+            unmeasured data.
+        constant_max: Largest magnitude of a constant or a variable. Stored values are rounded
+            once and do not depend on data: no margin.
+        sum_depth: Number of values summed for each result, in ops that accumulate in the dtype
+            of their tensors, such as Sum and BiasAddGrad.
         matmul_depth: The same for matmuls and convolutions, which accumulate in float32.
     """
 
@@ -56,13 +58,14 @@ class Limits:
         """Returns the limits of a dtype.
 
         `data_max` is 512 for float16, where larger values are at least 0.5 apart and close to
-        65504. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
-        maximum.
+        65504. It is off for bfloat16, which has float32's range. Constants may reach the
+        dtype's maximum.
 
         A sum of equal terms that is accumulated in the dtype stops growing after
-        `kernels.stalling_terms`: 2048 in float16, 256 in bfloat16. That is the limit of all sums.
-        Those that the table of `planning.kernels` knows to accumulate so are float32 from
-        `SAFE_TERMS` on, with and without calibration. Matmuls and convolutions have no limit here.
+        `kernels.stalling_terms`: 2048 in float16, 256 in bfloat16. That is the limit of
+        all sums. Those that the table of `planning.kernels` knows to accumulate so are
+        float32 from `SAFE_TERMS` on, with and without calibration. Matmuls and
+        convolutions have no limit here.
 
         Args:
             dtype: "float16" or "bfloat16".
@@ -83,8 +86,8 @@ class TensorRange:
     """Range of a float32 tensor's values.
 
     Attributes:
-        max_abs: Largest magnitude; `math.inf` if a value was infinite. Executions with a NaN are
-            left out.
+        max_abs: Largest magnitude; `math.inf` if a value was infinite. Executions with a
+            NaN are left out.
         nonfinite: Whether a value was infinite or NaN.
         shape: Its shape, the largest if it varied; None if unknown.
     """
@@ -95,7 +98,7 @@ class TensorRange:
 
     def joined(self, other: TensorRange) -> TensorRange:
         """Returns the range over two runs."""
-        shapes = [each.shape for each in (self, other) if each.shape is not None]
+        shapes = [run.shape for run in (self, other) if run.shape is not None]
         return TensorRange(
             max(self.max_abs, other.max_abs),
             self.nonfinite or other.nonfinite,
@@ -113,31 +116,31 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 
     Args:
         index: The scope.
-        ranges: The measured tensors. Others were never computed; the values of constants are known
-            anyway.
+        ranges: The measured tensors. Others were never computed; the values of constants
+            are known anyway.
         limits: The limits.
 
     Returns:
-        Positions of nodes with the reason, which holds the number. Nodes that stay float32 anyway
-        are left out: sources, calls, and nodes without a kernel.
+        Positions of nodes with the reason, which holds the number. Nodes that stay float32
+        anyway are left out: sources, calls, and nodes without a kernel.
     """
     stored, left_out = _stored_nodes(index), _fixed_nodes(index)
-    seen = _measured(index, ranges)
+    measured = _measured(index, ranges)
     worst: dict[int, tuple[float, Reason]] = {}
     for position, tensor in _ends(index):
         producer = tensor[0]
-        found = seen.get(tensor)
-        if found is None or position in left_out:
+        measured_range = measured.get(tensor)
+        if measured_range is None or position in left_out:
             continue
         name = index.nodes[producer].name
         rule, where = "data_max", "its output" if position == producer else f"its input {name}"
         if producer in stored:
             rule, where = "constant_max", f"the constant {name}"
-        verdict = _judge(found, rule, getattr(limits, rule), where)
+        verdict = _judge(measured_range, rule, getattr(limits, rule), where)
         if verdict and (position not in worst or verdict[0] > worst[position][0]):
             worst[position] = verdict
     chosen = {position: reason for position, (_, reason) in worst.items()}
-    for position, depth in _depths(index, seen):
+    for position, depth in _depths(index, measured):
         node = index.nodes[position]
         limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
         can_be_low = any(index.slots[slot].can_be_low for slot in node.slots)
@@ -152,14 +155,14 @@ def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
     positions = {node.name: position for position, node in enumerate(index.nodes)}
     constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
     return constants | {
-        (positions[name], port): found
-        for (scope, name, port), found in ranges.items()
+        (positions[name], port): tensor_range
+        for (scope, name, port), tensor_range in ranges.items()
         if scope == index.scope and name in positions
     }
 
 
 def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
-    """Nodes at both ends of each edge that could be converted, with the tensor."""
+    """Nodes at both ends of the edges that could be converted, with the tensor."""
     for edge in index.edges:
         if index.slots[edge.source].dtype == FLOAT32:
             for slot in (index.slots[edge.source], index.slots[edge.target]):
@@ -168,7 +171,7 @@ def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
 
 
 def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
-    """Nodes with dtypes that the structure fixes, which is the better reason: sources, calls."""
+    """Nodes whose dtypes the structure fixes, which is the better reason: sources, calls."""
     return frozenset(
         position
         for position, node in enumerate(index.nodes)
@@ -189,18 +192,23 @@ def _stored_nodes(index: GraphIndex) -> frozenset[int]:
     return frozenset(reach(roots, lambda node: passing[node]))
 
 
-def _judge(found: TensorRange, name: str, limit: float, where: str) -> tuple[float, Reason] | None:
-    if limit == math.inf or not (found.nonfinite or found.max_abs > limit):
+def _judge(
+    measured: TensorRange, name: str, limit: float, where: str
+) -> tuple[float, Reason] | None:
+    if limit == math.inf or not (measured.nonfinite or measured.max_abs > limit):
         return None
-    if found.nonfinite:
+    if measured.nonfinite:
         return math.inf, Reason(RULE, f"a value in {where} is not finite in float32 already")
-    text = f"a value of {found.max_abs:.6g} in {where} exceeds {name} {limit:.6g}"
-    return found.max_abs, Reason(RULE, text)
+    text = f"a value of {measured.max_abs:.6g} in {where} exceeds {name} {limit:.6g}"
+    return measured.max_abs, Reason(RULE, text)
 
 
 def _depths(index: GraphIndex, ranges: Mapping[Tensor, TensorRange]) -> Iterator[tuple[int, int]]:
-    """Number of values that nodes sum for each result, by the measured shapes."""
-    shapes = {tensor: each.shape for tensor, each in ranges.items() if each.shape is not None}
+    """Number of values that nodes sum for one result, by the measured shapes."""
+    shapes: dict[Tensor, Shape] = {}
+    for tensor, measured in ranges.items():
+        if measured.shape is not None:
+            shapes[tensor] = measured.shape
     inputs = defaultdict[int, dict[int, Shape]](dict)
     for edge in index.edges:
         if (tensor := index.tensor(edge)) in shapes:

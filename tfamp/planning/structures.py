@@ -1,7 +1,7 @@
 """Values that the stages of the rewrite pass on, without protobuf; framework-free.
 
-A graph and every function of its library are a *scope* each. Nodes and type slots of a scope are
-integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
+A graph and every function of its library are a *scope* each. Nodes and type slots of a scope
+are integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def op_types(names: str) -> frozenset[str]:
 # Ops that run functions of the library as parts of a graph.
 LOOPS = frozenset({"StatelessWhile", "While"})
 BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
-# Pseudo-ops for a function's arguments and results, and for the arguments and results of a loop's
-# function that `planning.decision` joined with its caller.
+# Pseudo-ops for a function's arguments and results, and for the arguments and results of a
+# loop's function that `planning.decision` joined with its caller.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
 LINK = "<link>"
@@ -83,7 +83,8 @@ class TypeSlot(NamedTuple):
         attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
         entry: Position in the attribute where that is a list of dtypes, else None.
         dtype: The dtype in the graph as it is.
-        can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
+        can_be_low: Whether the op accepts the low dtype here and the node's device has a
+            kernel.
     """
 
     node: int
@@ -121,8 +122,9 @@ class IndexedNode(NamedTuple):
         name: Its name.
         op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
         device: The device it is pinned to, as the graph spells it, or "".
-        calls: The functions of the library that it calls, as While and If do: pairs of attribute
-            and name, by attribute; the attribute is "" where the op itself is the function.
+        calls: The functions of the library that it calls, as While and If do: pairs of
+            attribute and name, by attribute; the attribute is "" where the op itself
+            is the function.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
         attrs: Attributes that decide how it adds up, as Python values: see `planning.kernels`.
@@ -181,16 +183,16 @@ class GraphIndex:
     @functools.cached_property
     def inputs(self) -> Sequence[Sequence[Edge]]:
         """For each node the edges to it, in the order of its inputs."""
-        found: list[list[Edge]] = [[] for _ in self.nodes]
+        edges_to: list[list[Edge]] = [[] for _ in self.nodes]
         for edge in self.edges:
-            found[self.slots[edge.target].node].append(edge)
-        return found
+            edges_to[self.slots[edge.target].node].append(edge)
+        return edges_to
 
     def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.slots]
+        table: list[list[int]] = [[] for _ in self.slots]
         for slot, neighbour in pairs:
-            found[slot].append(neighbour)
-        return tuple(tuple(dict.fromkeys(each)) for each in found)
+            table[slot].append(neighbour)
+        return tuple(tuple(dict.fromkeys(near)) for near in table)
 
     def size(self, tensor: Tensor) -> int | None:
         """Returns a tensor's number of elements; None if its shape is unknown."""
@@ -205,17 +207,17 @@ class GraphIndex:
     @functools.cached_property
     def users(self) -> Mapping[str, set[int]]:
         """For each dtype the nodes that take or make tensors of it, by position."""
-        found = defaultdict[str, set[int]](set)
-        for node, slots in enumerate(each.slots for each in self.nodes):
-            for slot in slots:
-                found[self.slots[slot].dtype].add(node)
-        return found
+        users = defaultdict[str, set[int]](set)
+        for position, node in enumerate(self.nodes):
+            for slot in node.slots:
+                users[self.slots[slot].dtype].add(position)
+        return users
 
     def cast_ends(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yields the float32 slots of Casts with their neighbours, if there are any."""
-        for slot, found in enumerate(self.slots):
-            if found.dtype == FLOAT32 and self.nodes[found.node].op == "Cast":
-                ends = (self.fanout if found.attr == "DstT" else self.fanin)[slot]
+        for slot, type_slot in enumerate(self.slots):
+            if type_slot.dtype == FLOAT32 and self.nodes[type_slot.node].op == "Cast":
+                ends = (self.fanout if type_slot.attr == "DstT" else self.fanin)[slot]
                 if ends:
                     yield slot, ends
 
@@ -344,8 +346,8 @@ class RewriteSummary:
         casts: Number of Casts inserted.
         cast_bytes: Bytes these read and write, as far as shapes are known.
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
-        estimated_speed_up: Ratio of the estimated times before and after, each function run once;
-            None if shapes are unknown.
+        estimated_speed_up: Ratio of the estimated times before and after, each function run
+            once; None if shapes are unknown.
     """
 
     nodes: int
@@ -397,10 +399,10 @@ class RewritePlan:
     def to_html(self) -> str:
         """Returns the plan as a self-contained HTML page.
 
-        It has the totals, a table of the rules, one of the Casts with the largest first, and the
-        nodes by function and rule, with links between nodes and Casts. It needs no script and no
-        network: write it to a file and open that in a browser, whose search finds names. Equal
-        plans give equal text. `to_model_explorer` draws the graph.
+        It has the totals, a table of the rules, one of the Casts with the largest first, and
+        the nodes by function and rule, with links between nodes and Casts. It needs no script
+        and no network: write it to a file and open that in a browser, whose search finds names.
+        Equal plans give equal text. `to_model_explorer` draws the graph.
 
         Returns:
             The document. In its element with the id "plan" is the JSON of `to_json`.
@@ -496,33 +498,33 @@ def node_name(tensor: str) -> str:
 def free_name(name: str, taken: Container[str]) -> str:
     """Returns a name, with a number behind it if it is taken."""
     numbered = (f"{name}_{number}" for number in itertools.count(1))
-    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K, K]:
-    """Returns the keys that can be reached from roots, breadth first, each with its predecessor.
+    """Returns the keys that can be reached from roots, breadth first, with their predecessors.
 
     A root, reached from itself, comes first.
     """
-    found = {root: root for root in roots}
-    pending = list(found)
+    predecessors = {root: root for root in roots}
+    pending = list(predecessors)
     for near in pending:  # It grows while it is iterated.
-        for each in neighbours(near):
-            if each not in found:
-                found[each] = near
-                pending.append(each)
-    return found
+        for key in neighbours(near):
+            if key not in predecessors:
+                predecessors[key] = near
+                pending.append(key)
+    return predecessors
 
 
 def along(
     enters: Callable[[int], bool], *tables: Sequence[Iterable[int]]
 ) -> Callable[[int], Iterable[int]]:
     """Returns a neighbour function for `reach`: those in some tables that may be entered."""
-    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
+    return lambda slot: [near for table in tables for near in table[slot] if enters(near)]
 
 
 def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> list[K]:
-    """Returns keys in topological order, otherwise as given."""
+    """Returns keys in topological order, otherwise in theirs."""
     pending = list(keys)[::-1]
     known = set(pending)
     ordered: dict[K, None] = {}
@@ -532,7 +534,7 @@ def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> l
         # The sources of a started key are done, or it is in a loop of TensorFlow 1.
         near = () if key in started else sources(key)
         started.add(key)
-        waits = [each for each in near if each in known and each not in started]
+        waits = [source for source in near if source in known and source not in started]
         pending += waits[::-1]
         if not waits:
             ordered[pending.pop()] = None

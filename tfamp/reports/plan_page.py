@@ -1,7 +1,7 @@
-"""Renders a plan's plain data as an HTML page, text, or a graph for Model Explorer; framework-free.
+"""Renders a plan's plain data as an HTML page, text, or for Model Explorer; framework-free.
 
-The page is HTML and a style sheet, without scripts: its skeleton and the style sheet are the files
-in `plan_page_assets`.
+The page is HTML and a style sheet, without scripts: its skeleton and the style sheet are the
+files in `plan_page_assets`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
+
+# A plan, a node or a Cast as an object of JSON.
+Json: TypeAlias = Mapping[str, Any]
 
 _ASSETS = "reports/plan_page_assets"
 # Background and border in Model Explorer, as on the page.
@@ -25,24 +28,26 @@ _LOW = {"backgroundColor": "#d3e8f6", "borderColor": "#0072b2"}
 _FLOAT32 = {"backgroundColor": "#fdebc8", "borderColor": "#c77f00"}
 _GIVEN = {"backgroundColor": "#d2efe5", "borderColor": "#00805d"}
 _CAST = {"backgroundColor": "#f3e6fa", "borderColor": "#7b3fa0"}
-# So many nodes without a name scope whose names differ only in a number are folded.
+# So many nodes without a name scope whose names differ only in a number are folded. A choice:
+# fewer can be read beside each other.
 _SERIES = 8
 
 
-# ---- The page ------------------------------------------------------------------------------------
+# ---- The page --------------------------------------------------------------------------
 
 # Where a reason names another node: after these words.
 _NAMED = re.compile(
     r"(?:(?<=\bfrom )|(?<=\bnext to )|(?<=\bgives )|(?<=\bby )|(?<=\bthrough )|(?<=\binput )"
     r"|(?<=\bconstant ))(\S+?)(?=,? |,?$)"
 )
-# Up to so many rows are shown at once. Others open on a click, when a link leads to one, and when
-# the browser's search finds something there.
+# Up to so many rows are shown at once. Others open on a click, when a link leads to one, and
+# when the browser's search finds something there. 500 is a choice: browsers lay out that many
+# at once without a pause.
 _SHORT = 500
 
 
-def render_page(plan: Mapping[str, Any]) -> str:
-    """Returns a self-contained page of a plan, which is given in the structure of its JSON.
+def render_page(plan: Json) -> str:
+    """Returns a self-contained page of a plan, in the structure of its JSON.
 
     Example:
         >>> summary = {"nodes": 0, "casts": 0, "cast_bytes": 0, "casts_of_unknown_size": 0}
@@ -64,16 +69,16 @@ def render_page(plan: Mapping[str, Any]) -> str:
         "plan": _embeddable(plan),
     }
     # One pass over the skeleton, so that no text in a part is taken for a placeholder.
-    return re.sub("@@(.*?)@@", lambda found: parts[found[1]], _asset("page.html"))
+    return re.sub("@@(.*?)@@", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
     return resources.files("tfamp").joinpath(f"{_ASSETS}/{name}").read_text(encoding="utf-8")
 
 
-def _embeddable(plan: Mapping[str, Any]) -> str:
-    # Names in the graph are untrusted. Within a script element only "<" could end the element or
-    # start a comment; escaped in a JSON string it is the same character.
+def _embeddable(plan: Json) -> str:
+    # Names in the graph are untrusted. Within a script element only "<" could end the element
+    # or start a comment; escaped in a JSON string it is the same character.
     text = json.dumps(plan, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -86,7 +91,7 @@ def _hash(text: str) -> str:
 class _Anchors:
     """Ids of nodes and Casts on the page, and links to them."""
 
-    def __init__(self, plan: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Json) -> None:
         self._nodes = {(n["scope"], n["name"]): f"n{i}" for i, n in enumerate(plan["nodes"])}
         # Scope, producer and consumer -> the Casts between these.
         self._casts: dict[tuple[str, str, str], list[str]] = {}
@@ -100,7 +105,7 @@ class _Anchors:
         anchor = self._nodes.get((scope, name))
         return _link(anchor, shown) if anchor else _shown_name(shown)
 
-    def reason(self, node: Mapping[str, Any]) -> str:
+    def reason(self, node: Json) -> str:
         """Returns the reason of a node's dtype; the names of other nodes in it are links."""
         pieces = _NAMED.split(node["reason"])
         return "".join(
@@ -108,13 +113,13 @@ class _Anchors:
             for i, piece in enumerate(pieces)
         )
 
-    def inputs(self, node: Mapping[str, Any]) -> str:
+    def inputs(self, node: Json) -> str:
         """Returns links to the producers of a node, or to the Casts between."""
         scope, name, links = node["scope"], node["name"], []
         for producer in node["inputs"]:
             shown = _relative(producer, name)
             casts = self._casts.get((scope, producer, name), ())
-            links += [_link(each, f"Cast of {shown}") for each in casts] or [
+            links += [_link(anchor, f"Cast of {shown}") for anchor in casts] or [
                 self.to_node(scope, producer, shown)
             ]
         return ", ".join(links)
@@ -140,7 +145,7 @@ def _relative(name: str, other: str) -> str:
 
 def _table(kind: str, head: Sequence[str], rows: Iterable[str], anchor: str = "") -> str:
     """Returns a table of rows that are HTML already."""
-    cells = "".join(f'<th scope="col">{each}</th>' for each in head)
+    cells = "".join(f'<th scope="col">{title}</th>' for title in head)
     named = f' id="{anchor}"' if anchor else ""
     return (
         f'<table class="{kind}"{named}><thead><tr>{cells}</tr></thead>\n'
@@ -153,13 +158,13 @@ def _row(color: str, cells: Iterable[str], anchor: str = "") -> str:
     return f'<tr{named} class="{color}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
 
 
-def _color(node: Mapping[str, Any], low: str) -> str:
+def _color(node: Json, low: str) -> str:
     if node["rule"] == "as given":
         return "given"
     return "low" if node["dtype"] == low else "float32"
 
 
-def _totals(plan: Mapping[str, Any]) -> str:
+def _totals(plan: Json) -> str:
     nodes, dtype, totals = plan["nodes"], plan["dtype"], plan["summary"]
     number = Counter(_color(node, dtype) for node in nodes)
     unknown, gain = totals["casts_of_unknown_size"], totals["estimated_speed_up"]
@@ -197,15 +202,15 @@ def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _groups(plan: Mapping[str, Any]) -> dict[str, dict[tuple[str, str], list[int]]]:
-    """Positions of nodes by function, rule and dtype: functions in order, large groups first."""
-    found: dict[str, dict[tuple[str, str], list[int]]] = {}
+def _groups(plan: Json) -> dict[str, dict[tuple[str, str], list[int]]]:
+    """Positions of nodes by function, rule and dtype: large groups of a function come first."""
+    functions: dict[str, dict[tuple[str, str], list[int]]] = {}
     for i, node in enumerate(plan["nodes"]):
-        function = found.setdefault(node["scope"], {})
+        function = functions.setdefault(node["scope"], {})
         function.setdefault((node["rule"], node["dtype"]), []).append(i)
     return {
         scope: dict(sorted(rules.items(), key=lambda item: (-len(item[1]), item[0])))
-        for scope, rules in found.items()
+        for scope, rules in functions.items()
     }
 
 
@@ -214,29 +219,30 @@ def _group_anchor(members: Sequence[int]) -> str:
     return f"g{members[0]}"
 
 
-def _rules(plan: Mapping[str, Any]) -> str:
+def _rules(plan: Json) -> str:
     nodes = plan["nodes"]
-    members: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for function in _groups(plan).values():
         for key, group in function.items():
-            members.setdefault(key, []).extend(group)
+            groups.setdefault(key, []).extend(group)
     rows = []
-    for (rule, dtype), found in sorted(members.items(), key=lambda item: (-len(item[1]), item[0])):
-        ops = Counter(nodes[i]["op"] for i in found)
+    largest_first = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    for (rule, dtype), members in largest_first:
+        ops = Counter(nodes[i]["op"] for i in members)
         frequent = sorted(ops, key=lambda op: (-ops[op], op))
         shown = ", ".join(f"{op}\u00a0×{ops[op]:,}" for op in frequent)
-        link = _link(_group_anchor(found), rule)
-        cells = link, f"{len(found):,}", escape(dtype), escape(shown, quote=False)
-        rows.append(_row(_color(nodes[found[0]], plan["dtype"]), cells))
+        link = _link(_group_anchor(members), rule)
+        cells = link, f"{len(members):,}", escape(dtype), escape(shown, quote=False)
+        rows.append(_row(_color(nodes[members[0]], plan["dtype"]), cells))
     return _table("rules", ("Rule", "Nodes", "Dtype", "Ops"), rows)
 
 
-def _opened(rows: Sequence[Any]) -> str:
+def _opened(rows: Sequence[object]) -> str:
     return " open" if len(rows) <= _SHORT else ""
 
 
-def _functions(plan: Mapping[str, Any], anchors: _Anchors) -> Iterable[str]:
-    """Yields an element for each function, with one for each rule in it."""
+def _functions(plan: Json, anchors: _Anchors) -> Iterable[str]:
+    """Yields an element for every function, with one for every rule in it."""
     opened = _opened(plan["nodes"])
     for scope, rules in _groups(plan).items():
         count = sum(map(len, rules.values()))
@@ -246,12 +252,15 @@ def _functions(plan: Mapping[str, Any], anchors: _Anchors) -> Iterable[str]:
             nodes = {f"n{i}": plan["nodes"][i] for i in members}
             color = _color(plan["nodes"][members[0]], plan["dtype"])
             # A reason that all have is told once.
-            own = len({node["reason"] for node in nodes.values()}) > 1
+            differ = len({node["reason"] for node in nodes.values()}) > 1
             reason = anchors.reason(plan["nodes"][members[0]])
-            shared = "" if own else f" <small>{reason}</small>"
-            cells = {i: _node_cells(node, anchors) for i, node in nodes.items()}
-            rows = (_row(color, each if own else each[:-1], i) for i, each in cells.items())
-            head = _PAGE_NODE_HEAD if own else _PAGE_NODE_HEAD[:-1]
+            shared = "" if differ else f" <small>{reason}</small>"
+            columns = slice(None) if differ else slice(-1)
+            rows = (
+                _row(color, _node_cells(node, anchors)[columns], anchor)
+                for anchor, node in nodes.items()
+            )
+            head = _PAGE_NODE_HEAD[columns]
             yield (
                 f"<details{opened}><summary>{escape(rule, quote=False)}: {len(nodes):,} "
                 f'<span class="{color}">{escape(dtype)}</span>{shared}</summary>'
@@ -265,7 +274,7 @@ _PAGE_NODE_HEAD = ("Node", "Op", "Dtype", "Time", "Takes from", "Reason")
 _PAGE_CAST_HEAD = ("Cast of", "From", "To", "Bytes", "Used by")
 
 
-def _node_cells(node: Mapping[str, Any], anchors: _Anchors) -> tuple[str, ...]:
+def _node_cells(node: Json, anchors: _Anchors) -> tuple[str, ...]:
     name, op, dtype = _shown_name(node["name"]), node["op"], node["dtype"]
     links, reason = anchors.inputs(node), anchors.reason(node)
     return name, escape(op, quote=False), escape(dtype), _time(node["cost"]), links, reason
@@ -280,7 +289,7 @@ def _time(seconds: float | None) -> str:
     return f"{_rounded(1e6 * seconds)} µs"
 
 
-def _casts(plan: Mapping[str, Any], anchors: _Anchors) -> str:
+def _casts(plan: Json, anchors: _Anchors) -> str:
     """Returns the table of Casts: the largest first, those of unknown size last."""
     casts = plan["casts"]
     if not casts:
@@ -298,7 +307,7 @@ def _casts(plan: Mapping[str, Any], anchors: _Anchors) -> str:
     return f"<details{_opened(casts)}><summary>{len(casts):,} Casts</summary>{table}</details>"
 
 
-def _cast_cells(cast: Mapping[str, Any], anchors: _Anchors) -> tuple[str, ...]:
+def _cast_cells(cast: Json, anchors: _Anchors) -> tuple[str, ...]:
     scope = cast["scope"]
     tensor = anchors.to_node(scope, cast["producer"], _place(scope, cast["tensor"]))
     consumers = dict.fromkeys(name for name, _ in cast["consumers"])
@@ -307,10 +316,10 @@ def _cast_cells(cast: Mapping[str, Any], anchors: _Anchors) -> tuple[str, ...]:
     return tensor, escape(cast["from"]), escape(cast["to"]), size, used
 
 
-# ---- Text and notebooks --------------------------------------------------------------------------
+# ---- Text and notebooks ----------------------------------------------------------------
 
 
-def plan_text(plan: Mapping[str, Any]) -> str:
+def plan_text(plan: Json) -> str:
     """Returns the plan as text: tables of nodes and Casts, and totals."""
     lines = table_lines([_NODE_HEAD, *_node_rows(plan)])
     if plan["casts"]:
@@ -318,8 +327,8 @@ def plan_text(plan: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", _totals_text(plan)]) + "\n"
 
 
-def plan_fragment(plan: Mapping[str, Any]) -> str:
-    """Returns the plan as notebooks show it: totals, op types, and foldable tables of the rest."""
+def plan_fragment(plan: Json) -> str:
+    """Returns the plan as notebooks show it: totals, op types and folded tables of the rest."""
     total = Counter(node["op"] for node in plan["nodes"])
     low = Counter(node["op"] for node in plan["nodes"] if node["dtype"] == plan["dtype"])
     gain = plan["summary"]["estimated_speed_up"]
@@ -342,21 +351,21 @@ _NODE_HEAD = ("node", "op", "dtype", "cost", "reason")
 _CAST_HEAD = ("cast of", "from", "to", "bytes")
 
 
-def _node_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _node_rows(plan: Json) -> list[tuple[str, ...]]:
     return [
         (_place(n["scope"], n["name"]), n["op"], n["dtype"], _cost(n["cost"]), n["reason"])
         for n in plan["nodes"]
     ]
 
 
-def _cast_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _cast_rows(plan: Json) -> list[tuple[str, ...]]:
     return [
         (_place(c["scope"], c["tensor"]), c["from"], c["to"], _known(c["bytes"]))
         for c in plan["casts"]
     ]
 
 
-def _totals_text(plan: Mapping[str, Any]) -> str:
+def _totals_text(plan: Json) -> str:
     totals = plan["summary"]
     return (
         f"{totals['low_nodes']} of {totals['nodes']} float nodes in {plan['dtype']}; "
@@ -377,14 +386,15 @@ def _place(scope: str, name: str) -> str:
     return f"{scope}: {name}" if scope else name
 
 
-# ---- Google's Model Explorer ---------------------------------------------------------------------
+# ---- Google's Model Explorer -----------------------------------------------------------
 
 
-def explorer_graphs(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the graph, and each function as a separate graph, with Casts as nodes.
+def explorer_graphs(plan: Json) -> dict[str, Any]:
+    """Returns the graph, and every function as a separate graph, with Casts as nodes.
 
-    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a namespace,
-    by which layers fold, edges, attributes and colours. The package is not needed to write it.
+    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a
+    namespace, by which layers fold, edges, attributes and colours. The package is not
+    needed to write it.
 
     Example:
         >>> node = {"scope": "", "name": "dense/MatMul", "op": "MatMul", "dtype": "bfloat16"}
@@ -403,7 +413,11 @@ def explorer_graphs(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _explorer_nodes(plan: Mapping[str, Any], scope: str) -> list[dict[str, Any]]:
+# A node for the viewer.
+_Shown: TypeAlias = dict[str, Any]
+
+
+def _explorer_nodes(plan: Json, scope: str) -> list[_Shown]:
     nodes = [node for node in plan["nodes"] if node["scope"] == scope]
     casts = [cast for cast in plan["casts"] if cast["scope"] == scope]
     names = {node["name"] for node in nodes}
@@ -420,7 +434,8 @@ def _explorer_nodes(plan: Mapping[str, Any], scope: str) -> list[dict[str, Any]]
     for node, shown in zip(nodes, made, strict=True):
         for source in node["inputs"]:
             sources = between.get((source, node["name"]), [source] if source in names else [])
-            shown["incomingEdges"] += [{"sourceNodeId": each} for each in dict.fromkeys(sources)]
+            edges = [{"sourceNodeId": name} for name in dict.fromkeys(sources)]
+            shown["incomingEdges"] += edges
     return made + [_cast(cast, names) for cast in casts]
 
 
@@ -428,7 +443,7 @@ def _stem(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _node(node: Mapping[str, Any], low: str) -> dict[str, Any]:
+def _node(node: Json, low: str) -> _Shown:
     style = _GIVEN if node["rule"] == "as given" else _LOW if node["dtype"] == low else _FLOAT32
     attributes = {"dtype": node["dtype"], "reason": node["reason"], "rule": node["rule"]}
     if node["cost"] is not None:
@@ -436,7 +451,7 @@ def _node(node: Mapping[str, Any], low: str) -> dict[str, Any]:
     return _shown(node["name"], node["op"], node["name"], attributes, style)
 
 
-def _cast(cast: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _cast(cast: Json, names: set[str]) -> _Shown:
     size = "unknown" if cast["bytes"] is None else f"{cast['bytes']:,}"
     attributes = {"tensor": cast["tensor"], "from": cast["from"], "bytes moved": size}
     producer = cast["producer"]
@@ -447,7 +462,7 @@ def _cast(cast: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _shown(
     name: str, label: str, place: str, attributes: Mapping[str, str], style: Mapping[str, str]
-) -> dict[str, Any]:
+) -> _Shown:
     """Returns a node for the viewer, in the name scope of `place`."""
     return {
         "id": name,

@@ -1,7 +1,8 @@
 """Facts and tables as aligned text, or as HTML for notebooks.
 
-`fragment` makes the result of `_repr_html_`: one element with its style sheet, without scripts or
-external resources. Its colours are inherited or transparent, to suit light and dark notebooks.
+`fragment` makes the result of `_repr_html_`: one element with its style sheet, without
+scripts or external resources. Its colours are inherited or transparent, to suit light and
+dark notebooks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from html import escape
 
 from tfamp.core.dtypes import LOW_PRECISION
 
-# Limit of rows: long tables make a notebook slow and its file large.
+# Limit of rows: long tables make a notebook slow and its file large. 200 is a choice, some ten
+# screens.
 MOST_ROWS = 200
 
 _STYLE = """
@@ -30,7 +32,7 @@ border-bottom:1px solid rgba(128,128,128,.35);background:none;color:inherit;font
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
-    """Returns a line for each row: the first `left` columns, by default all, aligned left."""
+    """Returns the rows as lines: the first `left` columns, by default all, aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     count = len(widths) if left is None else left
     align = [str.ljust] * count + [str.rjust] * (len(widths) - count)
@@ -55,7 +57,11 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | None = None, rest: str = ""
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int | None = None,
+    rest: str = "",
 ) -> str:
     """Returns a table of at most 200 rows; columns after the first `left` are numbers.
 
@@ -79,7 +85,7 @@ def _row(tag: str, cells: Sequence[str], left: int) -> str:
 
 
 def lines_of(texts: Iterable[str]) -> str:
-    """Returns each text as a line."""
+    """Returns the texts as lines."""
     return "".join(f"<div>{escape(text)}</div>" for text in texts)
 
 

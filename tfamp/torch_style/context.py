@@ -1,8 +1,9 @@
 """`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code.
 
-While an autocast is in force, the functions here that take an `original` replace the symbols that
-`tfamp.interop.patching` lists under their names: they cast the inputs of each op by its list, and
-keep library code from casting back. The class itself is at the end.
+While an autocast is in force, the functions here that take an `original` replace the symbols
+that `tfamp.interop.patching` lists under their names: they cast the inputs of an op by its
+list, and keep library code from casting back, with those in `dtype_checks`. The class itself
+is at the end.
 """
 
 # ruff: noqa: N803 - arguments have the names that TensorFlow gives them
@@ -20,21 +21,33 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
-import keras
 import tensorflow as tf
 
 from tfamp import kernel_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
+from tfamp.core.kinds import DType, Graph, Nest, Operand, Tensor, Trace, Variable
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
-from tfamp.graph.graph import Graph
+from tfamp.graph import graph as owned_graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.op_calls import as_tensor, plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import state
+from tfamp.torch_style.dtype_checks import (
+    Original,
+    array_method,
+    convert,
+    cross_entropy,
+    declared_dtype,
+    in_float32,
+    mapped,
+    operation_call,
+    sparse_matmul,
+    stacked,
+)
 from tfamp.torch_style.state import EDITABLE, Block, Mode, current_modes, dtype_name, recast
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -44,10 +57,10 @@ _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
 # Indices of the inputs of an op that share a float dtype, and the allowed dtypes.
 _Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 
-# ---- Ops -----------------------------------------------------------------------------------------
+# ---- Ops -------------------------------------------------------------------------------
 
 
-def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any:
+def eager_op(original: Original, context: Any, op: str, name: str | None, *args: Any) -> Nest:
     """Runs an op in eager mode."""
     count = len(op_inputs(op))
     adjusted = _adjust(op, args[:count])
@@ -56,7 +69,7 @@ def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any
     return original(context, op, name, *args)
 
 
-def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
+def graph_op(original: Original, op: str, name: str | None = None, **keywords: Any) -> Nest:
     """Adds an op to a graph."""
     names = [op_input.name for op_input in op_inputs(op)]
     adjusted = _adjust(op, [keywords.get(key) for key in names])
@@ -65,13 +78,15 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
     return original(op, name, **keywords)
 
 
-def true_division(mode: Mode, original: Any, x: Any, y: Any, name: Any = None) -> Any:
+def true_division(
+    mode: Mode, original: Original, x: Operand, y: Operand, name: str | None = None
+) -> Tensor:
     """Casts before TensorFlow's Python code, which rejects mixed dtypes."""
     x, y = _adjust("RealDiv", (x, y)) or (x, y)
     return original(x, y, name=name)
 
 
-def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
+def _adjust(op: str, inputs: Sequence[Operand]) -> Sequence[Operand] | None:
     """Returns the inputs of an op, cast by its list; None if none changes."""
     mode = current_modes.current
     if mode is None:
@@ -99,9 +114,10 @@ def _next_device() -> str:
 def _groups(op: str, device: str) -> tuple[_Group, ...]:
     """Groups the inputs of an op that share a float dtype, with the allowed dtypes."""
     groups: dict[str, _Group] = {}
-    for index, each in enumerate(op_inputs(op, device)):
-        name = each.type_attr or f"input {index}"
-        allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
+    for index, op_input in enumerate(op_inputs(op, device)):
+        name = op_input.type_attr or f"input {index}"
+        is_float32 = op_input.dtype == tf.float32
+        allowed = frozenset({"float32"}) if is_float32 else op_input.floats
         if allowed:
             places, floats = groups.get(name, ((), allowed))
             groups[name] = (*places, index), floats
@@ -111,28 +127,32 @@ def _groups(op: str, device: str) -> tuple[_Group, ...]:
 @functools.cache
 def _is_restricted(op: str, device: str) -> bool:
     """Whether an unlisted op may get float dtypes that it has no kernel for."""
-    return any(each.is_list or each.dtype == tf.resource for each in op_inputs(op)) or any(
+    if any(op_input.is_list or op_input.dtype == tf.resource for op_input in op_inputs(op)):
+        return True
+    return any(
         len(places) > 1 or not floats.issuperset(LOW_PRECISION)
         for places, floats in _groups(op, device)
     )
 
 
-def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
+def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> None:
     """Casts the inputs of a group, in place."""
     places, floats = group
-    members: list[Any] = []
+    members: list[Operand] = []
     for index in places:
         value = inputs[index]
         members += value if isinstance(value, (list, tuple)) else (value,)
     dtypes = {dtype_name(member) for member in members}
     if len(dtypes) > 1:
         # TensorFlow converts arrays and numbers to the dtype of a tensor among them.
-        tensors = [each for each in members if not isinstance(each, state.ARRAYS)]
-        dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
+        tensors = [member for member in members if not isinstance(member, state.ARRAYS)]
+        dtypes = {dtype_name(tensor) for tensor in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
         return
     target = _written(op, inputs) or _target(mode, op, dtypes, members, floats)
-    if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
+    if not target:
+        return
+    if dtypes == {target} and all(isinstance(member, _TENSORS) for member in members):
         return
     for index in places:
         value = inputs[index]
@@ -143,28 +163,29 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
             inputs[index] = _recast_or_make(value, target)
 
 
-def _recast_or_make(value: Any, dtype: str) -> Any:
+def _recast_or_make(value: Operand, dtype: str) -> Tensor:
     """Converts an input to a tensor of a dtype."""
     if value is None or isinstance(value, _TENSORS):
         return recast(value, dtype)
     if isinstance(value, (list, tuple)):
         value = [recast(member, dtype) for member in value]
     with current_modes.set_to(None):
-        # A Keras variable converts to its own dtype only.
-        return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+        if tf.is_tensor(value):  # A Keras variable converts to the dtype it has only.
+            return tf.cast(value, dtype)
+        return tf.convert_to_tensor(value, dtype)
 
 
-def _as_tensors(value: Any, given: OpInput) -> Any:
-    if given.is_list and isinstance(value, (list, tuple)):
-        return [_as_tensors(member, given._replace(is_list=False)) for member in value]
+def _as_tensors(value: Operand, op_input: OpInput) -> Nest:
+    if op_input.is_list and isinstance(value, (list, tuple)):
+        return [_as_tensors(member, op_input._replace(is_list=False)) for member in value]
     if value is None or isinstance(value, _TENSORS):
         return value
     with current_modes.set_to(None):
-        return as_tensor(value, given)
+        return as_tensor(value, op_input)
 
 
 def _target(
-    mode: Mode, op: str, dtypes: set[str], members: list[Any], floats: frozenset[str]
+    mode: Mode, op: str, dtypes: set[str], members: list[Operand], floats: frozenset[str]
 ) -> str:
     """Returns the dtype for the inputs of an op, "" for none."""
     listed = mode.targets.get(op)
@@ -172,17 +193,18 @@ def _target(
         # An unlisted op keeps its dtype; mixed ones, which it could not run with, are promoted.
         target = state.widest(dtypes)
     else:
-        explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
+        cast_by_user = (member for member in members if getattr(member, _EXPLICIT, False))
+        explicit = set(map(dtype_name, cast_by_user))
         target = state.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
-    if "float32" in floats and any(state.is_lost(each, low) for each in members):
+    if "float32" in floats and any(state.is_lost(member, low) for member in members):
         return "float32"
     if target in floats:
         return target
     return "float32" if "float32" in floats and not dtypes <= floats else ""
 
 
-def _written(op: str, inputs: Sequence[Any]) -> str:
+def _written(op: str, inputs: Sequence[Operand]) -> str:
     """The dtype of the variable an op writes, if it is one of the three; else ""."""
     handle = inputs[0]
     if op_inputs(op)[0].dtype != tf.resource or not isinstance(handle, tf.Tensor):
@@ -191,10 +213,12 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
     return dtype if dtype in EDITABLE else ""
 
 
-# ---- Explicit casts ------------------------------------------------------------------------------
+# ---- Explicit casts --------------------------------------------------------------------
 
 
-def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:
+def cast(
+    mode: Mode, original: Original, x: Operand, DstT: DType, *args: Any, **kwargs: Any
+) -> Tensor:
     """Runs a cast and marks a user's as explicit; leaves out some of library code."""
     run = functools.partial(original, x, DstT, *args, **kwargs)
     source, target = dtype_name(x), tf.as_dtype(DstT).name
@@ -204,7 +228,8 @@ def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any
     if source == "float32":
         needless = (module, function) in patching.RESULTS_CAST_BACK
     else:
-        needless = module in patching.KERAS_UPCASTS and function not in patching.NEEDS_KERAS_UPCAST
+        is_kerass = module in patching.KERAS_UPCASTS
+        needless = is_kerass and function not in patching.NEEDS_KERAS_UPCAST
     if needless and target != source:
         return x
     casts = current_modes.casts if mode.cache_casts else None
@@ -216,8 +241,10 @@ def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any
     return result
 
 
-def public_cast(mode: Mode, original: Any, x: Any, dtype: Any, name: Any = None) -> Any:
-    """Marks a user's cast to the tensor's own dtype, for which no op runs."""
+def public_cast(
+    mode: Mode, original: Original, x: Operand, dtype: DType, name: str | None = None
+) -> Tensor:
+    """Marks a user's cast to the dtype that a tensor has, for which no op runs."""
     result = original(x, dtype, name)
     if result is not x or not tf.is_tensor(x) or dtype_name(x) not in EDITABLE:
         return result
@@ -240,16 +267,16 @@ def _caller() -> tuple[str, str]:
     return "", ""
 
 
-# ---- Gradients -----------------------------------------------------------------------------------
+# ---- Gradients -------------------------------------------------------------------------
 
 
-def paused(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
+def paused(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
     """Runs gradients in the forward pass's dtypes and optimizers in their variables' dtypes."""
     with current_modes.set_to(None):
         return original(*args, **kwargs)
 
 
-def recording(original: Any, *args: Any, **kwargs: Any) -> Any:
+def recording(original: Original, *args: Any, **kwargs: Any) -> Nest:
     """Drops cached casts that a tape has not recorded, in a float32 island, too."""
     casts = current_modes.casts
     if casts is not None:
@@ -257,19 +284,19 @@ def recording(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -> Any:
+def custom_gradient(mode: Mode, original: Original, f: Original, args: Nest, kwargs: Nest) -> Nest:
     """Runs a custom gradient in the mode of its forward pass, which recomputation needs.
 
     Its results are cast to the dtypes of the inputs and variables.
     """
 
     @functools.wraps(f)
-    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Nest, Callable[..., Nest]]:
         result, grad_fn = f(*args, **kwargs)
         dtypes = [dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
 
         @functools.wraps(grad_fn)
-        def gradient(*dys: Any, **variables: Any) -> Any:
+        def gradient(*dys: Tensor, **variables: Any) -> Nest:
             # tape.gradient may be called after the context was left.
             with hooks.held(), current_modes.set_to(mode):
                 return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
@@ -281,7 +308,9 @@ def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -
     return original(with_gradient, args, kwargs)
 
 
-def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = None) -> Any:
+def _recast_gradients(
+    gradients: Nest, dtypes: Sequence[str], variables: Sequence[Variable] | None = None
+) -> Nest:
     """Casts the results of a custom gradient to the dtypes of its inputs and variables."""
     if not variables:
         return _in_dtypes(gradients, dtypes)
@@ -290,7 +319,7 @@ def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = No
     return _in_dtypes(of_inputs, dtypes), [recast(*pair) for pair in pairs]
 
 
-def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
+def _in_dtypes(structure: Nest, dtypes: Sequence[str]) -> Nest:
     flat = tf.nest.flatten(structure)
     if len(flat) != len(dtypes):  # TensorFlow raises for that.
         return structure
@@ -298,36 +327,36 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
     return tf.nest.pack_sequence_as(structure, cast)
 
 
-# ---- Functions -----------------------------------------------------------------------------------
+# ---- Functions -------------------------------------------------------------------------
 
 
 def python_function(
-    mode: Mode, original: Any, func: Any, inp: Any, Tout: Any, *args: Any, **kwargs: Any
-) -> Any:
+    mode: Mode,
+    original: Original,
+    func: Original,
+    inp: Nest,
+    Tout: DType,
+    *args: Any,
+    **kwargs: Any,
+) -> Nest:
     """Casts the results of a Python function to the dtypes that were declared for its op.
 
     A graph runs it while no autocast is in force, on the results of the ops before it.
     """
     several = isinstance(Tout, (list, tuple))
-    declared = [_declared_dtype(each) for each in (Tout if several else [Tout])]
+    declared = [declared_dtype(dtype) for dtype in (Tout if several else [Tout])]
 
     @functools.wraps(func)
-    def with_dtypes(*args: Any) -> Any:
+    def with_dtypes(*args: Any) -> Nest:
         result = func(*args)
         if isinstance(result, (list, tuple)):
-            return [recast(*each) for each in zip(result, declared, strict=False)]
+            return [recast(*pair) for pair in zip(result, declared, strict=False)]
         return recast(result, declared[0]) if declared else result
 
     return original(with_dtypes if callable(func) else func, inp, Tout, *args, **kwargs)
 
 
-def _declared_dtype(declared: Any) -> str:
-    """The name of a dtype, or of the dtype in a type specification; "" if it has none."""
-    dtype = getattr(declared, "dtype", declared)
-    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
-
-
-def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
+def function_context(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Adds the mode and the kind of device to the cache key of a function's traces."""
     made = original(*args, **kwargs)
     key = made.context.xla_context_id, mode.key, _next_device()
@@ -335,17 +364,21 @@ def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> An
     return type(made)(eager, made.scope_type)
 
 
-def signature_cast(mode: Mode, original: Any, spec: Any, value: Any, casting_context: Any) -> Any:
+def signature_cast(
+    mode: Mode, original: Original, spec: Any, value: Operand, casting_context: Any
+) -> Operand:
     """Casts inputs of a function to the dtypes of its trace or its input signature."""
     value = recast(value, spec.dtype.name) if tf.is_tensor(value) else value
     return original(spec, value, casting_context)
 
 
 # Graphs that were checked; not all functions support weak references.
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_seen: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
-def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def finished_graph(
+    mode: Mode, original: Original, function: Trace, *args: Any, **kwargs: Any
+) -> Any:
     """Warns, once per graph, of float32 ops that autocast would run in low precision."""
     if function.graph not in _seen:
         _seen.add(function.graph)
@@ -364,10 +397,10 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     return original(function, *args, **kwargs)
 
 
-def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
+def _float32_ops(graph: Graph, mode: Mode) -> Counter[str]:
     """Counts float32 ops of the low list; none if one has the low dtype, which is a choice."""
-    every = Graph(graph.as_graph_def()).nodes
-    nodes = [node for node in every if mode.targets.get(node.op) == mode.dtype]
+    every_node = owned_graph.Graph(graph.as_graph_def()).nodes
+    nodes = [node for node in every_node if mode.targets.get(node.op) == mode.dtype]
     low, wide = (tf.as_dtype(dtype).as_datatype_enum for dtype in (mode.dtype, "float32"))
     types = [(node.op, node.attr["T"].type) for node in nodes if "T" in node.attr]
     if any(dtype == low for _, dtype in types):
@@ -375,55 +408,63 @@ def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
     return Counter(op for op, dtype in types if dtype == wide)
 
 
-# ---- Control flow --------------------------------------------------------------------------------
+# ---- Control flow ----------------------------------------------------------------------
 
 
 def while_loop(
-    mode: Mode, original: Any, cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any
-) -> Any:
+    mode: Mode,
+    original: Original,
+    cond: Original,
+    body: Original,
+    loop_vars: Nest,
+    *args: Any,
+    **kwargs: Any,
+) -> Nest:
     """Keeps the dtypes of a loop's variables."""
 
-    def aligned(*variables: Any) -> Any:
+    def aligned(*variables: Nest) -> Nest:
         return _align(body(*variables), variables)
 
     return original(cond, aligned, loop_vars, *args, **kwargs)
 
 
-def loop_check(mode: Mode, original: Any, *args: Any) -> Any:
+def loop_check(mode: Mode, original: Original, *args: Any) -> Any:
     """Aligns a variable before AutoGraph compares its dtypes."""
     *before, entry, exit_, shape = args
     exit_ = _align(exit_, entry) if tf.is_tensor(exit_) else exit_
     return original(*before, entry, exit_, shape)
 
 
-def _align(outputs: Any, like: Any) -> Any:
+def _align(outputs: Nest, like: Nest) -> Nest:
     """Casts a loop body's outputs to the dtypes of its inputs."""
     return _in_dtypes(outputs, [dtype_name(value) for value in tf.nest.flatten(like)])
 
 
-def branch_check(mode: Mode, original: Any, name: str, body_var: Any, orelse_var: Any) -> Any:
+def branch_check(
+    mode: Mode, original: Original, name: str, body_var: Nest, orelse_var: Nest
+) -> None:
     """Leaves out AutoGraph's check of outputs that `branches` aligns later."""
     if not _differ([body_var, orelse_var]):
         original(name, body_var, orelse_var)
 
 
-def branches(mode: Mode, original: Any, op_type: Any, branch_graphs: Any) -> Any:
+def branches(mode: Mode, original: Original, op_type: str, branch_graphs: Sequence[Graph]) -> Nest:
     """Promotes outputs of branches to their widest dtype."""
     outputs = [graph.outputs for graph in branch_graphs]
-    if len({len(each) for each in outputs}) == 1:  # TensorFlow raises for the others.
+    if len(set(map(len, outputs))) == 1:  # TensorFlow raises for the others.
         for place, row in enumerate(zip(*outputs, strict=True)):
             if _differ(row):
                 _recast_output(branch_graphs, place)
     return original(op_type, branch_graphs)
 
 
-def _differ(values: Sequence[Any]) -> bool:
+def _differ(values: Sequence[Operand]) -> bool:
     """Whether the outputs of branches have mixed dtypes to promote."""
     dtypes = {dtype_name(value) for value in values}
     return len(dtypes) > 1 and dtypes <= EDITABLE
 
 
-def _recast_output(branch_graphs: Any, place: int) -> None:
+def _recast_output(branch_graphs: Sequence[Graph], place: int) -> None:
     pack = tf_private.private("ops.cond_v2:_pack_sequence_as")
     for graph in branch_graphs:
         with graph.as_default():
@@ -431,135 +472,13 @@ def _recast_output(branch_graphs: Any, place: int) -> None:
         graph.structured_outputs = pack(graph.structured_outputs, graph.outputs)
 
 
-# ---- Python code that checks dtypes --------------------------------------------------------------
+# ---- Hooks -----------------------------------------------------------------------------
 
 
-def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Converts values for library code that requests the dtype of an op's first input."""
-    hint = kwargs.get("dtype_hint")
-    if hint is not None and current_modes.current is not None and state.is_lost(value, hint.name):
-        kwargs["dtype_hint"] = tf.float32
-    mode = current_modes.current
-    if mode is None:
-        return original(value, dtype, *args, **kwargs)
-    caller = sys._getframe(2)
-    if _function_of(caller) in patching.FUNCTIONS_OF_OPS:
-        target = mode.targets.get(patching.FUNCTIONS_OF_OPS[_function_of(caller)])
-        mixed = "float32" if _mixes(caller.f_locals.values()) else ""
-        return recast(original(value, dtype, *args, **kwargs), target or mixed)
-    if tf.is_tensor(value):  # True of Keras variables, too.
-        value, dtype = _converted(value, dtype, caller)
-    return original(value, dtype, *args, **kwargs)
-
-
-def _function_of(frame: FrameType) -> tuple[str, str]:
-    """The module and the name of the function that runs in a frame."""
-    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
-
-
-def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
-    """Returns the tensor to convert for a caller, and the dtype to request.
-
-    The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
-    assigned to; the dtype is None if the following op decides it.
-    """
-    given = dtype_name(value)
-    if given not in EDITABLE:
-        return value, dtype
-    function = _function_of(caller)
-    if function in patching.FLOAT32_FUNCTIONS or (
-        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
-    ):
-        return recast(value, "float32"), None
-    wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
-    if given == wanted or wanted not in EDITABLE:
-        return value, dtype
-    if wanted == "float32" or function[0] == patching.FIXED_DTYPES:
-        return recast(value, wanted), dtype
-    return value, None
-
-
-def stacked(mode: Mode, original: Any, values: Any, dtype: Any = None, name: Any = None) -> Any:
-    """Promotes a list of tensors of mixed dtypes before they are stacked."""
-    if _mixes(tf.nest.flatten(values)):
-        # AutoGraph warns about lambdas, whose source it cannot read.
-        values = tf.nest.map_structure(functools.partial(recast, dtype="float32"), values)
-        dtype = tf.float32
-    return original(values, dtype, name)
-
-
-def _mixes(values: Any) -> bool:
-    """Whether tensors among the values have mixed float dtypes."""
-    dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
-    return len(dtypes & EDITABLE) > 1
-
-
-def in_float32(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function in float32 that rejects low dtypes, or multiplies their errors."""
-    kwargs = {name: recast(value, "float32") for name, value in kwargs.items()}
-    args = tuple(recast(value, "float32") for value in args)
-    with current_modes.set_to(None):
-        return original(*args, **kwargs)
-
-
-def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
-    """Casts the results of a mapped function to the dtypes that were declared for them."""
-    pairs = zip(values, map(_declared_dtype, signature), strict=True)
-    return original([recast(*pair) for pair in pairs], signature)
-
-
-def array_method(mode: Mode, original: Any, array: Any, *args: Any, **kwargs: Any) -> Any:
-    """Casts an element to write into a `tf.TensorArray`, the only float tensor argument."""
-    dtype = array.dtype.name
-    kwargs = {name: recast(value, dtype) for name, value in kwargs.items()}
-    return original(array, *(recast(value, dtype) for value in args), **kwargs)
-
-
-def sparse_matmul(mode: Mode, original: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-    """Runs a MatMul instead, as tf.matmul uses this slow op for bfloat16 with float32."""
-    if kwargs.get("a_is_sparse") or kwargs.get("b_is_sparse"):
-        return original(a, b, **kwargs)
-    dense = {k: v for k, v in kwargs.items() if not k.endswith("_is_sparse")}
-    return tf.raw_ops.MatMul(a=a, b=b, **dense)
-
-
-def cross_entropy(
-    mode: Mode, original: Any, labels: Any = None, logits: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Casts low-precision logits up, so that the float32 result is not cast back down."""
-    if mode.targets.get("SoftmaxCrossEntropyWithLogits"):
-        logits = recast(logits, "float32")
-    return original(labels, logits, *args, **kwargs)
-
-
-def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lets float32 Keras layers read their variables in the low dtype.
-
-    Layers that Keras has quantized, and those that turn positions into angles, run without
-    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and rounding
-    turns angles.
-    """
-    if not isinstance(operation, keras.layers.Layer):
-        return original(operation, *args, **kwargs)
-    if operation.quantization_mode is None and not keras_hooks.turns_positions(operation):
-        with keras_hooks.reading_in(operation, mode.dtype):
-            return original(operation, *args, **kwargs)
-
-    def in_own_dtype(value: Any) -> Any:
-        return recast(value, operation.compute_dtype) if tf.is_tensor(value) else value
-
-    with current_modes.set_to(None):
-        args, kwargs = keras.tree.map_structure(in_own_dtype, (args, kwargs))
-        return original(operation, *args, **kwargs)
-
-
-# ---- Hooks ---------------------------------------------------------------------------------------
-
-
-def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _where_in_force(replacement: Original) -> Original:
     """Calls a replacement with the mode in force, and the original without one."""
 
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Original, *args: Any, **kwargs: Any) -> Nest:
         mode = current_modes.current
         if mode is None:
             return original(*args, **kwargs)
@@ -569,17 +488,18 @@ def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FOR_A_MODE = (
-    true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
-    signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
-    in_float32, array_method, sparse_matmul, cross_entropy, operation_call,
+    true_division, cast, public_cast, paused, custom_gradient, python_function,
+    function_context, signature_cast, finished_graph, while_loop, loop_check, branch_check,
+    branches, stacked, mapped, in_float32, array_method, sparse_matmul, cross_entropy,
+    operation_call,
 )  # fmt: skip
 # Installed while any autocast is in force.
 hooks = patching.Patch(
-    **{each.__name__: each for each in (eager_op, graph_op, recording, convert)},
-    **{each.__name__: _where_in_force(each) for each in _FOR_A_MODE},
+    **{hook.__name__: hook for hook in (eager_op, graph_op, recording, convert)},
+    **{hook.__name__: _where_in_force(hook) for hook in _FOR_A_MODE},
 )
 
-# ---- The context ---------------------------------------------------------------------------------
+# ---- The context -----------------------------------------------------------------------
 
 
 class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
@@ -593,33 +513,33 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     - arithmetic and joining ops promote mixed inputs to the widest dtype among them;
     - all other ops run in the dtype they are given.
 
-    float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast` or
-    `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed in the
-    dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be called inside
-    or outside. A custom gradient runs in the mode of its forward pass. Keras layers called inside
-    are cast, too, with their variables; optimizers are not. Loops keep the dtypes of their
-    variables; the branches of a condition are promoted to the widest dtype.
+    float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast`
+    or `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed
+    in the dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be
+    called inside or outside. A custom gradient runs in the mode of its forward pass. Keras
+    layers called inside are cast, too, with their variables; optimizers are not. Loops keep the
+    dtypes of their variables; the branches of a condition are promoted to the widest dtype.
 
-    It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function` called
-    inside is traced again, even if it was traced before; a `ConcreteFunction` stays unchanged, with
-    a warning. Under `tf.distribute.Strategy.run` put the context inside the function, as each
-    replica runs in its own thread.
+    It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function`
+    called inside is traced again, even if it was traced before; a `ConcreteFunction` stays
+    unchanged, with a warning. Under `tf.distribute.Strategy.run` put the context inside the
+    function, as each replica runs in its own thread.
 
     Source: the semantics of `torch.autocast` and `paddle.amp.auto_cast`, with the lists in
     `tfamp.OpLists`.
 
     Args:
-        dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled. None
-            picks the dtype that the hardware multiplies natively, as the policy "auto" does;
-            without one nothing is cast.
+        dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled.
+            None picks the dtype that the hardware multiplies natively, as the policy "auto"
+            does; without one nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
         op_lists: A `tfamp.OpLists`; None for the default lists of the dtype.
-        cache_casts: Whether a variable that several ops of a trace use is cast once, per tape and
-            until it is assigned. Its gradients are then accumulated in the low dtype.
+        cache_casts: Whether a variable that several ops of a trace use is cast once, per tape
+            and until it is assigned. Its gradients are then accumulated in the low dtype.
 
     Warns:
-        TfampWarning: Once for each function called inside whose graph was finished before and has
-            float32 ops of the low list.
+        TfampWarning: Once for each function called inside whose graph was finished before and
+            has float32 ops of the low list.
 
     Raises:
         ValueError: `dtype` is not a low-precision dtype.

@@ -1,8 +1,8 @@
 """`GradScaler`: loss scaling with the interface of PyTorch and Paddle.
 
 An *iteration* lasts from one update to the next. A mark is a variable with the number of the
-iteration in which an event last occurred, readable in every `tf.function`. An update increments the
-number and so clears all marks, including those of optimizers that its function never used.
+iteration in which an event last occurred, readable in every `tf.function`. An update increments
+the number and so clears all marks, including those of optimizers that its function never used.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfamp.core import options
 from tfamp.core.dtypes import float_format
+from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import (
     checked_backoff_factor,
     checked_growth_factor,
@@ -47,22 +48,23 @@ _CHECKS: dict[str, Callable[[Any], float]] = {
 class GradScaler(tf.Module):
     """Scales losses and unscales gradients for any number of optimizers, as in PyTorch and Paddle.
 
-    One scaler serves a training loop with several losses, models and optimizers. In each iteration
-    scale the losses, take the gradients, `step` every optimizer and then `update` once. To clip or
-    inspect gradients, `unscale` them before the step. A step with a non-finite gradient on any
-    replica is skipped; the steps of other optimizers are not. `update` lets the scale back off if
-    any optimizer's gradients were not finite, and grow after `growth_interval` iterations in a row
-    with finite gradients.
+    One scaler serves a training loop with several losses, models and optimizers. In each
+    iteration scale the losses, take the gradients, `step` every optimizer and then `update`
+    once. To clip or inspect gradients, `unscale` them before the step. A step with a non-finite
+    gradient on any replica is skipped; the steps of other optimizers are not. `update` lets the
+    scale back off if any optimizer's gradients were not finite, and grow after
+    `growth_interval` iterations in a row with finite gradients.
 
     The scale follows PyTorch's rule step for step, with an additional lower bound: float32's
-    smallest normal number, 2**-126, so that it never becomes 0. As in PyTorch, a scale that would
-    grow to inf keeps its value.
+    smallest normal number, 2**-126, so that it never becomes 0. As in PyTorch, a scale that
+    would grow to inf keeps its value.
 
     Calls out of order raise, in a function while it is traced. The order of calls in different
     functions is not checked.
 
-    The methods work in eager mode, in a `tf.function`, in several, under `jit_compile=True` and in
-    `strategy.run`; create the scaler under `strategy.scope()`. `tf.train.Checkpoint` saves it.
+    The methods work in eager mode, in a `tf.function`, in several, under
+    `jit_compile=True` and in `strategy.run`; create the scaler under `strategy.scope()`.
+    `tf.train.Checkpoint` saves it.
 
     Source: `torch.amp.GradScaler`, and `paddle.amp.GradScaler` for `minimize`.
 
@@ -167,8 +169,8 @@ class GradScaler(tf.Module):
 
         Args:
             optimizer: A bare Keras optimizer.
-            grads_and_vars: Pairs of gradient and variable. The gradients are results of `unscale`,
-                perhaps modified; without a call of it, scaled ones.
+            grads_and_vars: Pairs of gradient and variable. The gradients are results of
+                `unscale`, perhaps modified; without a call of it, scaled ones.
 
         Returns:
             Whether they were applied, a scalar bool tensor; equal on all replicas.
@@ -183,7 +185,9 @@ class GradScaler(tf.Module):
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "step")
         return self._step("step", optimizer, grads, variables)
 
-    def _step(self, call: str, optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
+    def _step(
+        self, call: str, optimizer: Optimizer, grads: list[Tensor], variables: list[Variable]
+    ) -> Tensor:
         if not self._enabled:
             optimizer.apply_gradients(zip(grads, variables, strict=True))
             return tf.constant(True)
@@ -194,7 +198,8 @@ class GradScaler(tf.Module):
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
         gradients = record.take(grads, variables)
-        # An overflow that unscale found, perhaps in another function, may have been clipped since.
+        # An overflow that unscale found, perhaps in another function, may have been
+        # clipped since.
         finite = gradients.all_finite_everywhere(record.all_finite)
         record.stepped.set()
         self._iteration.note(finite)
@@ -206,8 +211,9 @@ class GradScaler(tf.Module):
         """Updates the scale and starts the next iteration.
 
         Args:
-            new_scale: A scale to set instead, a number or a scalar tensor; it is checked. A tensor
-                that is not positive, normal and finite in float32 leaves the scale as it is.
+            new_scale: A scale to set instead, a number or a scalar tensor; it is checked.
+                A tensor that is not positive, normal and finite in float32 leaves the
+                scale as it is.
 
         Raises:
             RuntimeError: No optimizer has been unscaled or stepped since the last update.
@@ -260,7 +266,7 @@ class GradScaler(tf.Module):
         self.update()
         return applied
 
-    def _follow_the_rule(self, finite: Any) -> None:
+    def _follow_the_rule(self, finite: Tensor) -> None:
         """Updates the scale after an iteration with finite gradients or not."""
         good = tf.where(finite, self._growth_tracker + 1, 0)
         # ">=", not "==": an interval made shorter than the count still takes effect.
@@ -326,7 +332,8 @@ class GradScaler(tf.Module):
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the iterations in a row without overflow after which the scale grows.
 
-        Functions that were traced before use it too. If as many have passed, the next one grows.
+        Functions that were traced before use it too. If as many have passed, the
+        next one grows.
 
         Args:
             new_interval: Number of iterations, at least 1.
@@ -364,10 +371,11 @@ class GradScaler(tf.Module):
             return
         missing = [name for name in _CHECKS if name not in state_dict]
         if missing:
-            # As PyTorch, which distinguishes a disabled scaler's empty state from a damaged one.
+            # As PyTorch, which distinguishes a disabled scaler's empty state from
+            # a damaged one.
             raise (KeyError if state_dict else RuntimeError)(
-                f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
-                "Pass what state_dict() of an enabled GradScaler returned."
+                f"The state dict has no {', '.join(map(repr, missing))}, only "
+                f"{list(state_dict)}. Pass what state_dict() of an enabled GradScaler returned."
             )
         # All are checked first: a bad value must not restore half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
@@ -390,7 +398,7 @@ _TOO_LATE = {"unscale": ("unscale", "step"), "step": ("step",), "minimize": ("un
 class _Record(GradientRecord):
     """Record of an optimizer's gradients since the last update, with its step."""
 
-    def __init__(self, scale: Any, make_mark: Callable[[], Mark]) -> None:
+    def __init__(self, scale: tf.Variable, make_mark: Callable[[], Mark]) -> None:
         super().__init__(scale, unscaled=make_mark(), nonfinite=make_mark())
         self.stepped = make_mark()
 
@@ -405,8 +413,8 @@ class _Record(GradientRecord):
 class _Iteration:
     """Records of one scaler's optimizers since its last update.
 
-    A call out of order raises in eager mode, and during tracing if both calls are in the trace. A
-    check at run time would make the host wait for the device in every step.
+    A call out of order raises in eager mode, and during tracing if both calls are in the trace.
+    A check at run time would make the host wait for the device in every step.
     """
 
     def __init__(self, scale: tf.Variable) -> None:
@@ -414,7 +422,8 @@ class _Iteration:
         # int64, as comparisons of int32 run on the host.
         self._number = _variable("int64", 0)
         self._checked, self._nonfinite = self._mark(), self._mark()
-        self._records: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[Optimizer, _Record]
+        self._records = weakref.WeakKeyDictionary()
 
     def _mark(self) -> Mark:
         return Mark(_variable("int64", -1), self._number)
@@ -428,9 +437,9 @@ class _Iteration:
         if last in _TOO_LATE[call]:
             fault = "has already been called" if call == last else f"is called after {last}()"
             raise RuntimeError(
-                f"{call}() {fault} on this optimizer since the last update(). In each iteration "
-                "call unscale() at most once, then step() or, without unscale(), minimize(), then "
-                "update()."
+                f"{call}() {fault} on this optimizer since the last update(). In each "
+                "iteration call unscale() at most once, then step() or, without unscale(), "
+                "minimize(), then update()."
             )
         if last is None:
             record.forget_here()  # Eager calls of an iteration that a function ended.
@@ -444,7 +453,7 @@ class _Iteration:
 
         outside_the_graph(create)
 
-    def note(self, finite: Any) -> None:
+    def note(self, finite: Tensor) -> None:
         """Records that gradients were checked, and whether they were finite."""
         self._checked.set()
         self._nonfinite.set(tf.logical_not(finite))
@@ -453,13 +462,13 @@ class _Iteration:
         """Raises, in eager mode, if no gradients were checked in this iteration."""
         if tf.executing_eagerly() and not self._checked.is_set:
             raise RuntimeError(
-                "No inf checks were recorded prior to update(). Call step() or unscale() first, "
-                "with every optimizer of the iteration."
+                "No inf checks were recorded prior to update(). Call step() or unscale() "
+                "first, with every optimizer of the iteration."
             )
 
     @property
-    def all_finite(self) -> Any:
-        """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
+    def all_finite(self) -> Tensor:
+        """Whether the gradients of all optimizers were finite in this iteration, a tensor."""
         return tf.logical_not(self._nonfinite.is_set)
 
     def start_next(self) -> None:

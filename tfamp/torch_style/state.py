@@ -6,19 +6,20 @@ import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.core.kinds import Graph, Handle, Operand, Tensor
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.interop.op_calls import may_record
 from tfamp.interop.tf_private import place_in_trace
 
-# ---- Modes ---------------------------------------------------------------------------------------
+# ---- Modes -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,29 @@ class _Modes(ScopeStack[Block]):
             self.leave(block)
 
 
-# ---- Cache of casts ------------------------------------------------------------------------------
+# ---- Cache of casts --------------------------------------------------------------------
 
 
 _READ = "ReadVariableOp"
 # Any other op that takes a variable's handle, such as a function call, may assign.
-_ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
+_GATHERS = {"ResourceGather", "ResourceGatherNd"}
+_ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", *_GATHERS}
+
+
+_LastCast: TypeAlias = tuple[weakref.ref[Tensor], int, bool]
 
 
 class Casts:
     """Cache of the casts of variables, per graph, for the blocks of one stack."""
 
     def __init__(self) -> None:
-        # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph alive,
-        # the place in the trace of the read that was cast, and whether tapes may have recorded it.
-        self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
+        # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph
+        # alive, the place in the trace of the read that was cast, and whether tapes may
+        # have recorded it.
+        self._casts: weakref.WeakKeyDictionary[Graph, dict[tuple[str, str], _LastCast]]
         self._casts = weakref.WeakKeyDictionary()
         # Graph -> the last place in its trace at which a tape started to record or watch.
-        self._recording: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._recording: weakref.WeakKeyDictionary[Graph, int] = weakref.WeakKeyDictionary()
 
     def recording_changed(self) -> None:
         """Drops casts, as a tape that starts to record or watch has not recorded them."""
@@ -115,7 +121,7 @@ class Casts:
             self._recording[graph] = place_in_trace(made[-1])
             self._casts.pop(graph, None)
 
-    def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
+    def of_traced(self, value: Operand, dtype: str, cast: Callable[[], Tensor]) -> Tensor:
         """Casts a tensor of a graph; reuses the cast of the same variable if it is valid."""
         if not _is_read_in_this_trace(value):
             return cast()
@@ -123,24 +129,24 @@ class Casts:
         if read <= self._recording.get(value.graph, -1):
             return cast()  # The tape has not recorded this read: its cast cannot be shared.
         casts = self._casts.setdefault(value.graph, {})
-        # A tape that is open does not record in a `stop_recording`, as that of `recompute_grad`.
+        # A tape that is open does not record in a `stop_recording`, as that of
+        # `recompute_grad`.
         records = may_record()
         last, last_read, recorded = casts.get((handle.name, dtype), (None, read, records))
-        found = None if last is None or records > recorded else last()
-        if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
-            found = cast()
-            casts[handle.name, dtype] = weakref.ref(found), read, records
-        return found
+        result = None if last is None or records > recorded else last()
+        if result is None or _may_be_assigned(handle, *sorted((last_read, read))):
+            result = cast()
+            casts[handle.name, dtype] = weakref.ref(result), read, records
+        return result
 
 
-def _may_be_assigned(handle: Any, first: int, last: int) -> bool:
+def _may_be_assigned(handle: Handle, first: int, last: int) -> bool:
     """Whether an op between two places of a trace may assign the variable of a handle."""
-    return any(
-        op.type not in _ONLY_READ and first < place_in_trace(op) < last for op in handle.consumers()
-    )
+    writers = (op for op in handle.consumers() if op.type not in _ONLY_READ)
+    return any(first < place_in_trace(op) < last for op in writers)
 
 
-def _is_read_in_this_trace(value: Any) -> bool:
+def _is_read_in_this_trace(value: Operand) -> bool:
     return (
         not tf.executing_eagerly()
         and tf.is_tensor(value)
@@ -151,19 +157,19 @@ def _is_read_in_this_trace(value: Any) -> bool:
 
 current_modes = _Modes("tfamp_autocast")
 
-# ---- Values --------------------------------------------------------------------------------------
+# ---- Values ----------------------------------------------------------------------------
 
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 ARRAYS = (np.ndarray, np.generic)
 _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 
 
-def is_lost(value: Any, dtype: str) -> bool:
+def is_lost(value: Operand, dtype: str) -> bool:
     """Whether a low dtype loses what numbers mean.
 
-    Numbers such as -1e9 in a mask exceed half its range and are finite: half, as two masks may be
-    added. A single number, such as an epsilon of 1e-15, becomes zero, or one, as the 0.999999 that
-    keeps `acos` from its end.
+    Numbers such as -1e9 in a mask exceed half its range and are finite: half, as two masks may
+    be added. A single number, such as an epsilon of 1e-15, becomes zero, or one, as the
+    0.999999 that keeps `acos` from its end.
     """
     if dtype not in LOW_PRECISION or not isinstance(value, (*ARRAYS, int, float)):
         return False
@@ -176,7 +182,7 @@ def is_lost(value: Any, dtype: str) -> bool:
     return bool(magnitudes.astype(tf.as_dtype(dtype).as_numpy_dtype) in (0, 1))
 
 
-def dtype_name(value: Any) -> str:
+def dtype_name(value: Operand) -> str:
     """The name of a value's dtype; "" for numbers, lists and None."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
@@ -191,12 +197,12 @@ def widest(dtypes: set[str]) -> str:
     return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
 
 
-def recast(value: Any, dtype: str) -> Any:
-    """Casts a float16, bfloat16 or float32 value to another of these; returns others unchanged."""
-    given = dtype_name(value)
-    if given not in EDITABLE or dtype not in EDITABLE or isinstance(value, tf.TypeSpec):
+def recast(value: Operand, dtype: str) -> Operand:
+    """Casts float16, bfloat16 and float32 values to another of these; leaves others alone."""
+    held = dtype_name(value)
+    if held not in EDITABLE or dtype not in EDITABLE or isinstance(value, tf.TypeSpec):
         return value
-    if given == dtype:
+    if held == dtype:
         return value
     if isinstance(value, ARRAYS):
         return value.astype(tf.as_dtype(dtype).as_numpy_dtype)

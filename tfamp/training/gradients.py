@@ -11,17 +11,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
+from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
 from tfamp.core.options import GradClip
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import held_dtype, is_compiled_by_xla, written_handles
+
+# A gradient and its variable; either may be None.
+_Pair: TypeAlias = tuple[Tensor, Variable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +34,29 @@ class Gradients:
 
     Attributes:
         values: Float tensors, `tf.IndexedSlices` or None.
-        variables: The variable of each, or None.
+        variables: Their variables, or None.
         divisor: Scalar float32, the same for all; None if they are unscaled.
-        checked: Whether each is known to be finite; None: none is.
+        checked: Which of them are known to be finite; None: none is.
         summed: Whether they are sums over all replicas.
     """
 
-    values: list[Any]
-    variables: list[Any]
-    divisor: Any = None
+    values: list[Tensor]
+    variables: list[Variable]
+    divisor: Tensor = None
     checked: list[bool] | None = None
     summed: bool = False
 
     @classmethod
-    def of_any(cls, values: list[Any], divisor: Any = None) -> Gradients:
+    def of_any(cls, values: list[Tensor], divisor: Tensor = None) -> Gradients:
         """Gradients of unknown variables."""
         return cls(values, [None] * len(values), divisor)
 
-    def pairs(self) -> list[tuple[Any, Any]]:
+    def pairs(self) -> list[_Pair]:
         """The gradients with their variables."""
         return list(zip(self.values, self.variables, strict=True))
 
     def unscaled(self) -> Gradients:
-        """The gradients divided by their divisor, in float32 or wider; sparse ones stay sparse."""
+        """The gradients divided by their divisor, in float32 or wider, also sparse ones."""
         divided = functools.partial(_quotient, divisor=self.divisor)
         values = [g if is_next_value(v) else _mapped(divided, g) for g, v in self.pairs()]
         return replace(self, values=values, divisor=None)
@@ -65,28 +69,28 @@ class Gradients:
         values = [g if is_next_value(v) else _in_dtype_of(v, g) for g, v in self.pairs()]
         return replace(self, values=values)
 
-    def all_finite(self) -> Any:
-        """Whether all unchecked gradients, unscaled and in their variables' dtypes, are finite."""
+    def all_finite(self) -> Tensor:
+        """Whether all unchecked gradients, unscaled, are finite in their variables' dtypes."""
         checked = self.checked or [False] * len(self.values)
         # By dtypes of gradient and variable, for all gradients of these.
         limit = functools.cache(functools.partial(_low_limit, self.divisor))
-        found = [
+        checks = [
             _is_finite(gradient, variable, self.divisor, limit)
             for (gradient, variable), known in zip(self.pairs(), checked, strict=True)
             if gradient is not None and not known
         ]
-        return ops.all(ops.stack(found)) if found else ops.convert_to_tensor(True)
+        return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
 
-    def all_finite_everywhere(self, before: Any) -> Any:
+    def all_finite_everywhere(self, before: Tensor) -> Tensor:
         """Whether all are finite on every replica, and `before` holds there."""
         return on_every_replica(ops.logical_and(self.all_finite(), before))
 
-    def without_missing(self, optimizer: Any) -> Gradients:
+    def without_missing(self, optimizer: Optimizer) -> Gradients:
         """The gradients that are not None; warns about the others as an optimizer does."""
-        found = keras_hooks.without_missing(optimizer, self.values, self.variables)
-        return replace(self, values=found[0], variables=found[1], checked=None)
+        values, variables = keras_hooks.without_missing(optimizer, self.values, self.variables)
+        return replace(self, values=values, variables=variables, checked=None)
 
-    def clipped_by(self, optimizer: Any) -> Gradients:
+    def clipped_by(self, optimizer: Optimizer) -> Gradients:
         """The unscaled gradients, clipped by the clipping options of a Keras optimizer."""
         unscaled = self.unscaled()
         return replace(unscaled, values=keras_hooks.clipped(optimizer, unscaled.values))
@@ -94,12 +98,12 @@ class Gradients:
     def split(self, chosen: Sequence[bool]) -> tuple[Gradients, Gradients]:
         """The chosen gradients, and the others."""
         first, second = (
-            [pair for pair, each in zip(self.pairs(), chosen, strict=True) if each is choice]
+            [pair for pair, flag in zip(self.pairs(), chosen, strict=True) if flag is choice]
             for choice in (True, False)
         )
         return self._of_pairs(first), self._of_pairs(second)
 
-    def _of_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> Gradients:
+    def _of_pairs(self, pairs: Sequence[_Pair]) -> Gradients:
         return replace(self, values=[g for g, _ in pairs], variables=[v for _, v in pairs])
 
     def summed_over_replicas(self) -> Gradients:
@@ -110,10 +114,11 @@ class Gradients:
         if self.summed or not several_replicas():
             return self
         unscaled = self.unscaled()
-        return replace(unscaled, values=_all_reduced(unscaled.pairs()), checked=None, summed=True)
+        sums = _all_reduced(unscaled.pairs())
+        return replace(unscaled, values=sums, checked=None, summed=True)
 
-    def summed_in_float16(self, loss_scale: Any) -> Gradients:
-        """The sums over the replicas, all-reduced as float16 at the loss scale, their new divisor.
+    def summed_in_float16(self, loss_scale: Tensor) -> Gradients:
+        """The sums over the replicas, all-reduced as float16 at the loss scale: their divisor.
 
         An overflow in a cast or in the sum is inf in the result, which is to be checked: a loss
         scale that is too large for the sum backs off. 16-bit gradients are sent in their dtype,
@@ -123,7 +128,7 @@ class Gradients:
         """
         factor = loss_scale if self.divisor is None else loss_scale / self.divisor
 
-        def packed(values: Any) -> Any:
+        def packed(values: Tensor) -> Tensor:
             wide = widened(values)
             sent = "float16" if values.dtype == tf.float32 else values.dtype
             return tf.cast(wide * tf.cast(factor, wide.dtype), sent)
@@ -132,31 +137,33 @@ class Gradients:
         values = [_mapped(widened, gradient) for gradient in _all_reduced(sent)]
         return replace(self, values=values, divisor=loss_scale, checked=None, summed=True)
 
-    def clipped(self, clip: GradClip) -> tuple[Gradients, Any]:
+    def clipped(self, clip: GradClip) -> tuple[Gradients, Tensor]:
         """Clips the global norm through the divisor; returns the norm before, too.
 
         The divisor stays bit for bit if the norm is within bounds.
         """
-        divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
-        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
+        divisor = tf.constant(1.0)
+        if self.divisor is not None:
+            divisor = tf.cast(self.divisor, tf.float32)
+        gradients = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
         norm_of_one, combined = _NORMS[clip.norm_type]
-        norms = [tf.cast(norm_of_one(_distinct_rows(each)), tf.float32) for each in given]
+        norms = [tf.cast(norm_of_one(_distinct_rows(g)), tf.float32) for g in gradients]
         norm = combined(tf.stack([0.0, *norms])) / divisor
         factor = tf.maximum(norm, clip.max_norm) / clip.max_norm
         return replace(self, divisor=divisor * factor), norm
 
 
 def summed_checked_clipped(
-    gradients: Gradients, finite: Any, clip: GradClip | None, float16_at: Any = None
-) -> tuple[Gradients, Any, Any]:
+    gradients: Gradients, finite: Tensor, clip: GradClip | None, float16_at: Tensor = None
+) -> tuple[Gradients, Tensor, Tensor]:
     """Sums, checks and clips the gradients of a step.
 
-    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over replicas
-    are sent as float16 at that scale; sums are checked again, as they can overflow where no
-    replica's gradient does.
+    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over
+    replicas are sent as float16 at that scale; sums are checked again, as they can overflow
+    where no replica's gradient does.
 
-    Returns the gradients, whether all are finite on all replicas, and their norm before clipping,
-    None without a clip.
+    Returns the gradients, whether all are finite on all replicas, and their norm before
+    clipping, None without a clip.
     """
     if several_replicas() and float16_at is not None:
         gradients = gradients.summed_in_float16(float16_at)
@@ -171,35 +178,39 @@ def summed_checked_clipped(
     return gradients, finite, tf.where(finite, norm, math.nan)
 
 
-def is_next_value(variable: Any) -> bool:
+def is_next_value(variable: Variable) -> bool:
     """Whether a variable's "gradient" is its next value, as in float8 training."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def _quotient(values: Any, divisor: Any) -> Any:
+def _quotient(values: Tensor, divisor: Tensor) -> Tensor:
     wide = widened(values)
     return wide if divisor is None else wide / ops.cast(divisor, wide.dtype)
 
 
-def widened(values: Any) -> Any:
+def widened(values: Tensor) -> Tensor:
     """A tensor in float32, or in its dtype if that is wider."""
     tensor = ops.convert_to_tensor(values)
     return ops.cast(tensor, "float32") if dtype_name(tensor) in LOW_PRECISION else tensor
 
 
-def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
+def _mapped(function: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return function(gradient)
 
 
-# ---- Checking ------------------------------------------------------------------------------------
+# ---- Checking --------------------------------------------------------------------------
 
 
-def _is_finite(gradient: Any, variable: Any, divisor: Any, limit: Callable[..., Any]) -> Any:
-    # Without a tf.cond, for which a GPU's host would wait: a step branches once, to update or not.
+def _is_finite(
+    gradient: Tensor, variable: Variable, divisor: Tensor, limit: Callable[..., Tensor]
+) -> Tensor:
+    # Without a tf.cond, for which a GPU's host would wait: a step branches once, to
+    # update or not.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     dtype = None if variable is None else dtype_name(variable)
     next_value = is_next_value(variable)
@@ -211,34 +222,34 @@ def _is_finite(gradient: Any, variable: Any, divisor: Any, limit: Callable[..., 
     return ops.all(ops.isfinite(values))
 
 
-def _low_limit(divisor: Any, given: str, target: str | None, next_value: bool) -> Any:
+def _low_limit(divisor: Tensor, dtype: str, target: str | None, next_value: bool) -> Tensor:
     """The largest number of a low dtype that is finite once divided, in a variable's dtype."""
-    largest = float_format(given).max
+    largest = float_format(dtype).max
     room = float_format(target if target in LOW_PRECISION else "float32").max
     divided = divisor is not None and not next_value
     limit = tf.constant(room) * (tf.cast(divisor, tf.float32) if divided else 1.0)
-    # Rounded down: the product and the cast may round up.
+    # Rounded down, by a unit of bfloat16's 8 digits: the product and the cast may round up.
     limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
-    return tf.cast(limit, given)
+    return tf.cast(limit, dtype)
 
 
-def _in_dtype_of(variable: Any, gradient: Any) -> Any:
+def _in_dtype_of(variable: Variable, gradient: Tensor) -> Tensor:
     return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
 
 
-# ---- Summing -------------------------------------------------------------------------------------
+# ---- Summing ---------------------------------------------------------------------------
 
 
-def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _all_reduced(pairs: Sequence[_Pair]) -> list[Tensor]:
     sent = [g for g, v in pairs if g is not None and not is_next_value(v)]
     sums = iter(all_reduce_sum(sent) if sent else ())
     return [g if g is None or is_next_value(v) else next(sums) for g, v in pairs]
 
 
-# ---- The norm ------------------------------------------------------------------------------------
+# ---- The norm --------------------------------------------------------------------------
 
 
-def _distinct_rows(gradient: Any) -> Any:
+def _distinct_rows(gradient: Tensor) -> Tensor:
     if isinstance(gradient, tf.IndexedSlices):
         _, rows = tf.unique(gradient.indices)
         # A static number of rows; those beyond the distinct ones are zero.
@@ -246,28 +257,29 @@ def _distinct_rows(gradient: Any) -> Any:
     return widened(gradient)
 
 
+_Reduction: TypeAlias = Callable[[Tensor], Tensor]
 # The norm of one gradient, or half its square, and its combination over all gradients.
-_NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+_NORMS: dict[float, tuple[_Reduction, _Reduction]] = {
     1: (lambda values: tf.reduce_sum(tf.abs(values)), tf.reduce_sum),
     2: (tf.nn.l2_loss, lambda halved_squares: tf.sqrt(2 * tf.reduce_sum(halved_squares))),
     math.inf: (lambda values: tf.norm(values, math.inf), tf.reduce_max),
 }
 
 
-# ---- Arguments of users --------------------------------------------------------------------------
+# ---- Arguments of users ----------------------------------------------------------------
 
 
-def variable_name(variable: Any) -> str:
+def variable_name(variable: Variable) -> str:
     """The path of a Keras variable, else its name."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
 
 
-def dtype_name(tensor: Any) -> str:
+def dtype_name(tensor: Tensor) -> str:
     """The dtype of a tensor, variable or `IndexedSlices` as a name."""
     return keras.backend.standardize_dtype(tensor.dtype)
 
 
-def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
+def listed(gradients: Iterable[Tensor], caller: str) -> list[Tensor]:
     """Returns gradients as a list; raises for other arguments of `caller`."""
     is_other = isinstance(gradients, (dict, str)) or hasattr(gradients, "dtype")
     if is_other or not isinstance(gradients, Iterable):
@@ -279,20 +291,20 @@ def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
 
 
 def split_pairs(
-    grads_and_vars: Iterable[tuple[Any, Any]], caller: str
-) -> tuple[list[Any], list[Any]]:
+    grads_and_vars: Iterable[_Pair], caller: str
+) -> tuple[list[Tensor], list[Variable]]:
     """Splits (gradient, variable) pairs; raises for other arguments of `caller`."""
     try:
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{caller} takes (gradient, variable) pairs, as zip(gradients, variables) makes them; "
-            f"got {type(grads_and_vars).__name__} with other elements."
+            f"{caller} takes (gradient, variable) pairs, as zip(gradients, variables) makes "
+            f"them; got {type(grads_and_vars).__name__} with other elements."
         ) from error
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
 
-def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def check_gradients(gradients: Sequence[Tensor], variables: Sequence[Variable]) -> None:
     """Raises if the gradients cannot be applied to the variables."""
     if len(gradients) != len(variables):
         raise ValueError(
@@ -310,25 +322,25 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
             _check_gradient(gradient, variable)
 
 
-def _check_gradient(gradient: Any, variable: Any) -> None:
-    given = dtype_name(gradient) if hasattr(gradient, "dtype") else type(gradient).__name__
-    if given not in FLOAT_DTYPES or not hasattr(variable, "assign"):
+def _check_gradient(gradient: Tensor, variable: Variable) -> None:
+    kind = dtype_name(gradient) if hasattr(gradient, "dtype") else type(gradient).__name__
+    if kind not in FLOAT_DTYPES or not hasattr(variable, "assign"):
         raise TypeError(
             "Expected pairs of a float gradient and a variable; got "
-            f"{given} and {type(variable).__name__} for {variable_name(variable)}."
+            f"{kind} and {type(variable).__name__} for {variable_name(variable)}."
         )
     if not tf.TensorShape(gradient.shape).is_compatible_with(variable.shape):
         raise ValueError(
-            f"The gradient of {variable_name(variable)} has shape {gradient.shape}; the variable "
-            f"has shape {variable.shape}."
+            f"The gradient of {variable_name(variable)} has shape {gradient.shape}; the "
+            f"variable has shape {variable.shape}."
         )
 
 
-# ---- Replicas ------------------------------------------------------------------------------------
+# ---- Replicas --------------------------------------------------------------------------
 
 
 def check_in_replica() -> None:
-    """Raises in cross-replica context, as every replica applies its own gradients."""
+    """Raises in cross-replica context: gradients are applied on every replica."""
     if runs_tensorflow() and tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied inside strategy.run, once on each replica; this call is "
@@ -336,7 +348,7 @@ def check_in_replica() -> None:
         )
 
 
-def check_created_in_scope(variable: Any, user: str) -> None:
+def check_created_in_scope(variable: Variable, user: str) -> None:
     """Raises if a variable of a `user` was created outside the strategy that it is used in."""
     extended = tf.distribute.get_strategy().extended
     if tf.distribute.has_strategy() and not extended.variable_created_in_scope(variable):
@@ -349,9 +361,9 @@ def check_created_in_scope(variable: Any, user: str) -> None:
 def outside_the_graph(create: Callable[[], None]) -> None:
     """Calls a function that creates variables, outside the graph being traced.
 
-    Replicas are traced one after the other: the first one creates the variables. Variables created
-    in a replica during tracing cannot be initialized; Keras's optimizers fail there unless they
-    were built before.
+    Replicas are traced one after the other: the first one creates the variables. Variables
+    created in a replica during tracing cannot be initialized; Keras's optimizers fail there
+    unless they were built before.
     """
 
     def create_in_scope(strategy: tf.distribute.Strategy) -> None:
@@ -374,19 +386,19 @@ def several_replicas() -> bool:
     return replica is not None and replica.num_replicas_in_sync > 1
 
 
-def all_reduce_sum(tensors: Sequence[Any]) -> Any:
+def all_reduce_sum(tensors: Sequence[Tensor]) -> Tensor:
     """Sums tensors or `tf.IndexedSlices` over the replicas."""
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
 
-def on_every_replica(finite: Any) -> Any:
-    """Combines a bool of each replica of every worker by a logical and."""
+def on_every_replica(finite: Tensor) -> Tensor:
+    """Combines a bool of every replica of every worker by a logical and."""
     if not several_replicas():
         return finite
     return tf.equal(all_reduce_sum(tf.cast(tf.logical_not(finite), "float32")), 0.0)
 
 
-def call_if(condition: Any, function: Callable[[], Any]) -> None:
+def call_if(condition: Tensor, function: Callable[[], object]) -> None:
     """Calls a function that assigns to variables if a scalar bool tensor holds."""
 
     def branch() -> None:
@@ -398,7 +410,7 @@ def call_if(condition: Any, function: Callable[[], Any]) -> None:
         branch()
 
 
-def assign_if(condition: Any, function: Callable[[], Any]) -> None:
+def assign_if(condition: Tensor, function: Callable[[], object]) -> None:
     """As `call_if`, but without a branch in a function that XLA compiles.
 
     A GPU's host waits for the condition of a branch. There the function is always called, and a
@@ -413,18 +425,20 @@ def assign_if(condition: Any, function: Callable[[], Any]) -> None:
 
     traced = tf.function(assign, autograph=False).get_concrete_function()
     handles = written_handles(traced)
-    before = [_read(each) for each in handles]
+    before = [_read(handle) for handle in handles]
     traced()
     for handle, old in zip(handles, before, strict=True):
         value = tf.where(condition, _read(handle), old)
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
-def _read(handle: Any) -> Any:
+def _read(handle: Handle) -> Tensor:
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=held_dtype(handle))
 
 
-def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:
+def update_everywhere(
+    target: Variable, function: Callable[..., Any], sources: Sequence[Tensor]
+) -> Any:
     """Calls `function(target, *sources)` on each device with its copies of the variables.
 
     Without communication, unlike an assignment in a replica, which averages equal values.
@@ -437,5 +451,5 @@ def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequen
         strategy = target.distribute_strategy
         scope = strategy.scope()
     with scope:
-        own = tuple(map(native, sources))
-        return strategy.extended.update(target, function, args=own, group=False)
+        args = tuple(map(native, sources))
+        return strategy.extended.update(target, function, args=args, group=False)

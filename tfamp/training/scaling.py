@@ -5,6 +5,7 @@ The owner creates the variables, so that its checkpoints name them.
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Iterable
@@ -17,17 +18,18 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import LossScale, LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, built_for
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 
 
-def check_scales_no_loss(optimizer: Any, user: str) -> None:
+def check_scales_no_loss(optimizer: Optimizer, user: str) -> None:
     """Raises if `optimizer` is not an optimizer, or scales losses itself as `user` does."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            f"{optimizer.name} is a LossScaleOptimizer already; with a {user} the loss would be "
-            "scaled twice. Pass its inner_optimizer instead."
+            f"{optimizer.name} is a LossScaleOptimizer already; with a {user} the loss would "
+            "be scaled twice. Pass its inner_optimizer instead."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -37,12 +39,13 @@ def check_scales_no_loss(optimizer: Any, user: str) -> None:
     factor = optimizer.loss_scale_factor
     if factor is not None:
         raise ValueError(
-            f"{optimizer.name} has loss_scale_factor={factor}, so it scales losses itself. Create "
-            f"it without; tfamp.LossScaleOptimizer(..., loss_scale={factor}) has a fixed scale."
+            f"{optimizer.name} has loss_scale_factor={factor}, so it scales losses itself. "
+            f"Create it without; tfamp.LossScaleOptimizer(..., loss_scale={factor}) has a fixed "
+            "scale."
         )
 
 
-def scaled_loss(loss: Any, scale: Any) -> Any:
+def scaled_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     A float16 loss is cast first: scales from 2**16 on are inf in float16.
@@ -51,15 +54,15 @@ def scaled_loss(loss: Any, scale: Any) -> Any:
         wide = widened(loss)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         raise TypeError(
-            f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
-            "scale each of them."
+            f"The loss must be a float tensor; got {type(loss).__name__}. To scale several "
+            "losses, scale each of them."
         ) from error
     if dtype_name(wide) not in FLOAT_DTYPES:
         raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(wide)}.")
     return wide * ops.cast(scale, wide.dtype)
 
 
-def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
+def advance(variables: LossScaleState, rule: LossScale, finite: Tensor) -> None:
     """Updates a loss scale and its counters after a step whose gradients were `finite` or not.
 
     Counters that the rule does not use are None.
@@ -76,18 +79,19 @@ def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
 class Mark(NamedTuple):
     """A flag in a variable, shared by functions that are traced separately.
 
-    It is set while the variable equals `value`. Where that is a counter, counting clears all marks.
+    It is set while the variable equals `value`. Where that is a counter, counting
+    clears all marks.
     """
 
-    variable: Any
-    value: Any
+    variable: Variable
+    value: Tensor
 
     @property
-    def is_set(self) -> Any:
+    def is_set(self) -> Tensor:
         """Whether it is set, a scalar bool tensor."""
         return ops.equal(as_tensor(self.variable), as_tensor(self.value))
 
-    def set(self, where: Any = True) -> None:
+    def set(self, where: Tensor = True) -> None:
         """Sets it if a scalar bool holds."""
         value = as_tensor(self.value)
         if where is not True:
@@ -99,25 +103,33 @@ class Mark(NamedTuple):
         self.variable.assign(not self.value)
 
 
+class _Known(enum.Enum):
+    """Knowledge of a step's gradients when it is called or traced."""
+
+    SCALED = "they are to be divided by the loss scale"
+    UNSCALED = "they have been divided by it already"
+    WHEN_IT_RUNS = "the marks of the record tell when the step runs"
+
+
 class GradientRecord:
     """Record of one optimizer's gradients since its last step: unscaled? all finite?
 
-    Calls within one graph are recorded at trace time. The two marks hold them at run time, for a
-    step in another graph.
+    Calls within one graph are recorded at trace time. The two marks hold them at run time, for
+    a step in another graph.
 
     Args:
         scale: Variable with the loss scale.
         unscaled: Mark of gradients that were unscaled and not applied.
         nonfinite: Mark of unscaled gradients that were not finite.
-        in_use: Mark of a scale that a loss was multiplied by, or that was read. Until it is set,
-            gradients are taken as they are. None: the scale is always in use.
+        in_use: Mark of a scale that a loss was multiplied by, or that was read. Until it is
+            set, gradients are taken as they are. None: the scale is always in use.
 
     Attributes:
         was_used: Whether any call, in a trace that has perhaps not run yet, used the scale.
     """
 
     def __init__(
-        self, scale: Any, unscaled: Mark, nonfinite: Mark, in_use: Mark | None = None
+        self, scale: Variable, unscaled: Mark, nonfinite: Mark, in_use: Mark | None = None
     ) -> None:
         self._scale, self.unscaled, self.nonfinite = scale, unscaled, nonfinite
         self.in_use = in_use
@@ -125,12 +137,12 @@ class GradientRecord:
         self._calls = _CallsPerGraph()
 
     @property
-    def all_finite(self) -> Any:
+    def all_finite(self) -> Tensor:
         """Whether all gradients unscaled since the last step were finite, a bool tensor."""
         return ops.logical_not(self.nonfinite.is_set)
 
-    def finite_before(self, divisor: Any) -> Any:
-        """Whether the gradients that `take` returned with a divisor were finite when unscaled."""
+    def finite_before(self, divisor: Tensor) -> Tensor:
+        """Whether gradients that `take` returned with a divisor were finite, if unscaled."""
         if divisor is None:
             return self.all_finite
         return ops.logical_or(self.all_finite, ops.logical_not(self.unscaled.is_set))
@@ -142,20 +154,22 @@ class GradientRecord:
 
     @property
     def was_read_after_scaling(self) -> bool:
-        """Whether the scale was read after a loss was scaled, and no step has been taken since."""
+        """Whether the scale was read after a loss was scaled, without a step since."""
         return self._calls.current().read_after_scaling
 
-    def unscale(self, optimizer: Any, gradients: list[Any], everywhere: bool = False) -> list[Any]:
+    def unscale(
+        self, optimizer: Optimizer, gradients: list[Tensor], everywhere: bool = False
+    ) -> list[Tensor]:
         """Unscales gradients for an optimizer, once; checks them and records both.
 
         `everywhere` makes the replicas agree on the check now instead of in their step.
         """
-        calls, given = self._calls.current(), _tensors(gradients)
-        if any(key in calls.tensors for key in given):
+        calls, tensors = self._calls.current(), _tensors(gradients)
+        if any(key in calls.tensors for key in tensors):
             raise ValueError(
-                "These gradients have been unscaled already since the last apply; unscaling them "
-                "again would divide by the loss scale twice. Call get_unscaled_gradients once on "
-                "the gradients of each backward pass, then apply_gradients."
+                "These gradients have been unscaled already since the last apply; unscaling "
+                "them again would divide by the loss scale twice. Call get_unscaled_gradients "
+                "once on the gradients of each backward pass, then apply_gradients."
             )
         variables = built_for(optimizer)
         # The optimizer's variables match the gradients only if there are as many.
@@ -166,11 +180,11 @@ class GradientRecord:
         self.unscaled.set()
         calls.last = "unscale"
         calls.results.update(_tensors(unscaled))
-        calls.tensors.update(given | _tensors(unscaled))
+        calls.tensors.update(tensors | _tensors(unscaled))
         return unscaled
 
     def take(
-        self, gradients: list[Any], targets: list[Any], unscaled: bool | None = None
+        self, gradients: list[Tensor], targets: list[Variable], unscaled: bool | None = None
     ) -> Gradients:
         """Returns gradients for a step, with their remaining divisor.
 
@@ -178,25 +192,42 @@ class GradientRecord:
         """
         calls = self._calls.end()
         self._calls.current().last = "step"
-        # The range of the variable's own dtype was unknown when they were unscaled.
-        is_same = calls.last == "unscale"
-        low = [dtype_name(target) in LOW_PRECISION for target in targets]
-        pairs = zip(gradients, low, strict=True)
-        checked = [is_same and id(each) in calls.tensors and not is_low for each, is_low in pairs]
-        # Eager calls may be followed by a step in a function, which only the mark shows.
-        known = is_same and not tf.executing_eagerly()
-        # The results of `unscale` themselves stay unscaled whatever was called since.
-        given = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        results = [id(value) in calls.results for value in given if value is not None]
-        if unscaled is None and (known or (results and all(results))):
-            unscaled = True
-        divisor = None if unscaled else as_tensor(self._scale)
         if unscaled is None:
-            divisor = ops.where(self.unscaled.is_set, 1.0, divisor)
-            # Decided when the step runs: another function may scale a loss after this trace.
-            if self.in_use is not None and not calls.uses_scale:
-                divisor = ops.where(self.in_use.is_set, divisor, 1.0)
-        return Gradients(gradients, targets, divisor, checked)
+            known = self._known_of(gradients, calls)
+        else:
+            known = _Known.UNSCALED if unscaled else _Known.SCALED
+        # The range of the variable's dtype was unknown when they were unscaled.
+        low = [dtype_name(target) in LOW_PRECISION for target in targets]
+        checked = [
+            calls.last == "unscale" and id(gradient) in calls.tensors and not is_low
+            for gradient, is_low in zip(gradients, low, strict=True)
+        ]
+        return Gradients(gradients, targets, self._divisor_of(known, calls), checked)
+
+    def _known_of(self, gradients: list[Tensor], calls: _Calls) -> _Known:
+        """Looks at the calls since the last step, which tell about its gradients."""
+        # Eager calls may be followed by a step in a function, which only the mark shows.
+        if calls.last == "unscale" and not tf.executing_eagerly():
+            return _Known.UNSCALED
+        # The results of `unscale` themselves stay unscaled whatever was called since.
+        values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
+        are_results = [id(value) in calls.results for value in values if value is not None]
+        if are_results and all(are_results):
+            return _Known.UNSCALED
+        return _Known.WHEN_IT_RUNS
+
+    def _divisor_of(self, known: _Known, calls: _Calls) -> Tensor:
+        """The remaining divisor of gradients; None for unscaled ones."""
+        if known is _Known.UNSCALED:
+            return None
+        scale = as_tensor(self._scale)
+        if known is _Known.SCALED:
+            return scale
+        divisor = ops.where(self.unscaled.is_set, 1.0, scale)
+        # Another function may scale a loss after this trace.
+        if self.in_use is not None and not calls.uses_scale:
+            divisor = ops.where(self.in_use.is_set, divisor, 1.0)
+        return divisor
 
     def forget_here(self) -> None:
         """Forgets the calls in this graph."""
@@ -238,20 +269,20 @@ class _Calls:
     read_after_scaling: bool = False
     # Gradients that were unscaled and the results, by identity: one is finite if the other is.
     # Weak references, as a record must not keep a step's gradients alive.
-    tensors: weakref.WeakValueDictionary[int, Any] = field(default_factory=_WEAK)
-    results: weakref.WeakValueDictionary[int, Any] = field(default_factory=_WEAK)
+    tensors: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=_WEAK)
+    results: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=_WEAK)
 
 
-def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
+def _tensors(gradients: Iterable[Tensor]) -> dict[int, Tensor]:
     values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
     return {id(value): value for value in values if tf.is_tensor(value)}
 
 
 class _CallsPerGraph(threading.local):
-    """The calls in each graph and in eager mode, per thread.
+    """The calls per graph, and those in eager mode, per thread.
 
-    Per graph they hold under retracing and in several functions; per thread because each replica
-    of a `MirroredStrategy` is traced in its own thread.
+    Per graph they hold under retracing and in several functions; per thread because the
+    replicas of a `MirroredStrategy` are traced in threads of their own.
     """
 
     def __init__(self) -> None:
@@ -271,12 +302,14 @@ class _CallsPerGraph(threading.local):
         return _CallsPerGraph()  # A copy has not been called.
 
 
-def build_optimizer(model: Any) -> None:
+def build_optimizer(model: Model) -> None:
     """Creates the optimizer's state: a step that creates variables is traced twice.
 
     Not with a train step of the user's, which may train a part of the weights.
     """
-    is_kerass = type(model).train_step is keras.Model.train_step and model.built and model.compiled
-    if is_kerass and model.trainable_variables and not model.optimizer.built:
+    if type(model).train_step is not keras.Model.train_step:
+        return
+    is_ready = model.built and model.compiled and model.trainable_variables
+    if is_ready and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)

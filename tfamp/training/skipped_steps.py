@@ -1,9 +1,9 @@
 """One warning where every step is skipped, which otherwise only the counters show.
 
-Reading a counter waits for the device, so steps are counted on the host, in eager mode and by calls
-of the `tf.function` that applies gradients, and a counter is read between steps when it can have
-reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads follow after 1,
-2, 4, 8 and 16 calls, as a call may run many steps.
+Reading a counter waits for the device, so steps are counted on the host, in eager mode and by
+calls of the `tf.function` that applies gradients, and a counter is read between steps when it
+can have reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads
+follow after 1, 2, 4, 8 and 16 calls, as a call may run many steps.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
+from tfamp.core.kinds import Function, Model, Optimizer
 from tfamp.interop.keras_hooks import as_tensor
 from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.scaling import build_optimizer
 
+# So many skipped steps in a row are warned of. A choice: the first loss scale, 2**15, falls to 1
+# within 15 skipped steps, so that after 20 it is not the cause.
 _MANY = 20
+
+
+# A method that a patch replaces.
+_Method: TypeAlias = Callable[..., Any]
 
 
 @dataclass
@@ -35,20 +43,21 @@ class _Watch:
     warned_of_fit: bool = False
 
 
-_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
 # Functions that are called or traced now, in any thread: a strategy traces replicas in threads.
-_running: list[Any] = []
+_running: list[Function] = []
+_Optimizers: TypeAlias = weakref.WeakSet[Optimizer]
 # By function, the optimizers whose gradients it applies.
-_optimizers_of: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_optimizers_of: weakref.WeakKeyDictionary[Function, _Optimizers] = weakref.WeakKeyDictionary()
 
 
-def watch(optimizer: Any) -> None:
+def watch(optimizer: Optimizer) -> None:
     """Makes `fit` and calls of functions check for skipped steps while an optimizer exists."""
     _hooks.acquire()
     weakref.finalize(optimizer, _hooks.release).atexit = False
 
 
-def note_step(optimizer: Any) -> None:
+def note_step(optimizer: Optimizer) -> None:
     """Counts an eager step; while functions are traced, notes that they hold one."""
     if not tf.executing_eagerly():
         for function in list(_running):
@@ -57,7 +66,7 @@ def note_step(optimizer: Any) -> None:
         _count_step(optimizer)
 
 
-def _trace(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _trace(original: _Method, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of a `tf.function` that may trace it."""
     _running.append(function)
     try:
@@ -66,7 +75,7 @@ def _trace(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         _running.remove(function)
 
 
-def _call(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(original: _Method, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Calls a `tf.function`: a step of the optimizers in it."""
     result = _trace(original, function, *args, **kwargs)
     for optimizer in list(_optimizers_of.get(function, ())):
@@ -74,7 +83,7 @@ def _call(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _count_step(optimizer: Any) -> None:
+def _count_step(optimizer: Optimizer) -> None:
     watch = _watches.setdefault(optimizer, _Watch())
     watch.steps += 1
     if watch.steps >= watch.due and not watch.warned_of_many:
@@ -82,16 +91,16 @@ def _count_step(optimizer: Any) -> None:
         watch.due = watch.steps + min(watch.steps, left)
 
 
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(model, *args, **kwargs)
-    callbacks = given.arguments.get("callbacks")
+def _fit(original: _Method, model: Model, *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    callbacks = bound.arguments.get("callbacks")
     if _counting(model) and not isinstance(callbacks, keras.callbacks.CallbackList):
-        given.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
+        bound.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
         build_optimizer(model)
-    return original(*given.args, **given.kwargs)
+    return original(*bound.args, **bound.kwargs)
 
 
-def _counting(model: Any) -> list[Any]:
+def _counting(model: Model) -> list[Optimizer]:
     """The optimizers among a model's attributes that count skipped steps.
 
     Other attributes are not touched: reading one of theirs may raise or take long.
@@ -109,10 +118,10 @@ _hooks = Patch(fit=_fit, function_call=_call, function_trace=_trace)
 
 
 class _SkipWatch(keras.callbacks.Callback):
-    """Reads the counters after each epoch, and whether a run has updated anything."""
+    """Reads the counters after every epoch, and whether a run has updated anything."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._before = [(each, *_numbers(each)) for each in _counting(self.model)]
+        self._before = [(optimizer, *_numbers(optimizer)) for optimizer in _counting(self.model)]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in _counting(self.model):
@@ -125,12 +134,12 @@ class _SkipWatch(keras.callbacks.Callback):
                 _warn_of_fit(optimizer, skipped_now - skipped)
 
 
-def _numbers(optimizer: Any) -> tuple[int, int]:
+def _numbers(optimizer: Optimizer) -> tuple[int, int]:
     """Returns the numbers of updates and of skipped steps."""
     return int(as_tensor(optimizer.iterations)), int(optimizer.skipped_steps)
 
 
-def _warn_of_many(optimizer: Any) -> int:
+def _warn_of_many(optimizer: Optimizer) -> int:
     """Returns the skipped steps in a row; warns once if they are many."""
     watch = _watches.setdefault(optimizer, _Watch())
     in_a_row = int(optimizer.consecutive_skipped_steps)
@@ -140,7 +149,7 @@ def _warn_of_many(optimizer: Any) -> int:
     return in_a_row
 
 
-def _warn_of_fit(optimizer: Any, skipped: int) -> None:
+def _warn_of_fit(optimizer: Optimizer, skipped: int) -> None:
     """Warns once of a run without an update, unless a warning said so."""
     watch = _watches.setdefault(optimizer, _Watch())
     if not (watch.warned_of_many or watch.warned_of_fit):
@@ -149,12 +158,12 @@ def _warn_of_fit(optimizer: Any, skipped: int) -> None:
         _warn(optimizer, f"has updated nothing in this fit and skipped {steps}")
 
 
-def _warn(optimizer: Any, what: str) -> None:
+def _warn(optimizer: Optimizer, what: str) -> None:
     warnings.warn(
         f"{optimizer.name} {what}, as their gradients were not finite; its loss scale is "
         f"{float(as_tensor(optimizer.dynamic_scale)):g}. The model learns nothing. "
-        "tfamp.diagnostics.find_nonfinite(model_or_step, x, y) on one batch finds the op at fault, "
-        "or the inputs that are out of range, and what to change.",
+        "tfamp.diagnostics.find_nonfinite(model_or_step, x, y) on one batch finds the op at "
+        "fault, or the inputs that are out of range, and what to change.",
         TfampWarning,
         stacklevel=level_of_user(),
     )

@@ -1,6 +1,7 @@
 """Stores of weights - plain, low precision with float32 masters, rounded - and their update.
 
-A store maps each variable to the object that the optimizer updates, and moves values between them.
+A store maps each variable to the object that the optimizer updates, and moves
+values between them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
 from tfamp.interop.patching import wrap_method
@@ -33,7 +35,7 @@ from tfamp.training.rounding import Chance, Form, form_of, nearest
 
 
 class PlainWeights:
-    """Weights that an optimizer updates directly; subclasses store low-precision ones differently.
+    """Weights that an optimizer updates directly; subclasses store low ones in other ways.
 
     Attributes:
         optimizer: The optimizer that updates them.
@@ -42,18 +44,18 @@ class PlainWeights:
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
         # Targets of the optimizer's update, by its key of the variable.
-        self._by_key: dict[Any, Any] = {}
+        self._by_key: dict[Any, keras.Variable | StoredWeight] = {}
 
-    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
+    def create(self, variables: Sequence[Variable]) -> list[keras.Variable]:
         """Creates extra variables for low-precision ones, on the first call; returns them."""
         return []
 
-    def targets(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the optimizer's target for each variable."""
+    def targets(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Returns the optimizer's targets for variables."""
         key = keras_hooks.key_of(self.optimizer)
         return [self._by_key.get(key(v), v) for v in variables]
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Builds the optimizer for the targets of variables."""
         self.optimizer.build(self.targets(variables))
 
@@ -67,13 +69,13 @@ class PlainWeights:
     def store(self) -> None:
         """Assigns the updated targets to the variables."""
 
-    def finalize(self, variables: Sequence[Any]) -> None:
+    def finalize(self, variables: Sequence[Variable]) -> None:
         """Overwrites the weights with the optimizer's moving averages, if any."""
         self.load()
         self.optimizer.finalize_variable_values(self.targets(variables))
         self.store()
 
-    def exact_values(self, variables: Sequence[Any]) -> list[Any]:
+    def exact_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         """Returns the values of variables in the highest stored precision.
 
         A value assigned to a variable since the last update counts. A variable that is its own
@@ -85,9 +87,10 @@ class PlainWeights:
             for variable, target in zip(variables, self.targets(variables), strict=True)
         ]
 
-    def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def set_exact(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> None:
         """Assigns float32 values to the targets of variables."""
-        for variable, target, value in zip(variables, self.targets(variables), values, strict=True):
+        targets = self.targets(variables)
+        for variable, target, value in zip(variables, targets, values, strict=True):
             if target is not variable:
                 target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
         self.store()
@@ -101,21 +104,21 @@ class PlainWeights:
 class MasterWeights(PlainWeights):
     """Low-precision weights with float32 masters, which the optimizer updates.
 
-    An update smaller than half the distance between two float16 numbers is lost when it is added
-    to a float16 weight, however often. Added to its master it is kept; the weight is the master,
-    rounded.
+    An update smaller than half the distance between two float16 numbers is lost when it is
+    added to a float16 weight, however often. Added to its master it is kept; the weight is the
+    master, rounded.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
-        self._pairs: list[tuple[Any, keras.Variable]] = []
+        self._pairs: list[tuple[Variable, keras.Variable]] = []
 
     @property
     def masters(self) -> list[keras.Variable]:
         """The masters, in the order of their variables."""
         return [master for _, master in self._pairs]
 
-    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
+    def create(self, variables: Sequence[Variable]) -> list[keras.Variable]:
         """Creates the masters on the first call; returns them."""
         if self._pairs or not (low := _low_ones(self.optimizer, variables)):
             return []
@@ -132,22 +135,27 @@ class MasterWeights(PlainWeights):
     def load(self) -> None:
         """Copies values assigned to the variables since `store` to the masters.
 
-        An element that equals its rounded master keeps the master; any other was assigned, as by
-        loading weights, and replaces it.
+        An element that equals its rounded master keeps the master; any other was assigned, as
+        by loading weights, and replaces it.
         """
 
         def take_over_all() -> None:
             for variable, master in self._pairs:
                 update_everywhere(master, _take_over, (variable,))
 
-        # The host would wait for another device's check.
-        waits = (tf_private.device_kind_of(native(each).device) != "cpu" for each in self.masters)
-        if tf.executing_eagerly() or tf_private.is_compiled_by_xla() or any(waits):
+        if tf.executing_eagerly() or tf_private.is_compiled_by_xla() or self._are_on_accelerators():
             take_over_all()
         elif self._pairs:
             # Usually none was: a check is cheaper than writing all masters.
-            checks = [update_everywhere(master, _differs, (low,)) for low, master in self._pairs]
+            checks = [
+                update_everywhere(master, _differs, (variable,)) for variable, master in self._pairs
+            ]
             call_if(tf.reduce_any(tf.stack(tf.nest.flatten(checks))), take_over_all)
+
+    def _are_on_accelerators(self) -> bool:
+        """Whether a master is not on a CPU: there the host would wait for a device's check."""
+        devices = (native(master).device for master in self.masters)
+        return any(tf_private.device_kind_of(device) != "cpu" for device in devices)
 
     def store(self) -> None:
         """Assigns the masters, rounded, to the variables."""
@@ -167,10 +175,10 @@ class StoredWeight:
         number: Its random stream.
     """
 
-    variable: Any
+    variable: Variable
     _unique_id: Any
     form: Form
-    beside: Sequence[Any]
+    beside: Sequence[Variable]
     number: int
 
     dtype = "float32"
@@ -189,31 +197,31 @@ class StoredWeight:
         return str(native(self.variable).device)
 
     @property
-    def handles(self) -> list[Any]:
+    def handles(self) -> list[Handle]:
         """Resource handles of the parts, of the current replica."""
-        return [native(each).handle for each in (self.variable, *self.beside)]
+        return [native(part).handle for part in (self.variable, *self.beside)]
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Tensor:
         """The float32 value; also outside a replica, where handles are missing."""
-        parts = (native(each) for each in (self.variable, *self.beside))
+        parts = (native(part) for part in (self.variable, *self.beside))
         return self.form.decode(*map(tf.convert_to_tensor, parts))
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Tensor) -> None:
         """Assigns a float32 value on all replicas."""
 
-        def on_device(target: Any, value: Any, *others: Any) -> None:
+        def on_device(target: Variable, value: Tensor, *others: Variable) -> None:
             value = tf.convert_to_tensor(value)
             words = functools.partial(Chance(0, 0).words, tf.constant(self.number), value)
             parts = self.form.encode(value, words)
-            for each, part in zip((target, *others), parts, strict=True):
-                each.assign(part)
+            for stored, part in zip((target, *others), parts, strict=True):
+                stored.assign(part)
 
         update_everywhere(self.variable, on_device, (value, *self.beside))
 
 
 class RoundedWeights(PlainWeights):
-    """Low-precision weights without masters, with at most 16 more bits each.
+    """Low-precision weights without masters, with at most 16 more bits per number.
 
     Args:
         optimizer: The optimizer that updates them; not built.
@@ -226,14 +234,14 @@ class RoundedWeights(PlainWeights):
     """
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, how: str, slots: str, seed: Any
+        self, optimizer: keras.optimizers.Optimizer, how: str, slots: str, seed: Variable
     ) -> None:
         super().__init__(optimizer)
         self.how, self.slots, self.seed = how, slots, seed
         if (other := why_unruled(optimizer)) is not None:
             raise ValueError(
-                f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras has "
-                "them, whose updates round as they are compiled; got "
+                f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras "
+                "has them, whose updates round as they are compiled; got "
                 f"{other}. Use one of these, or give master_weights=True instead of "
                 "weight_rounding."
             )
@@ -245,7 +253,7 @@ class RoundedWeights(PlainWeights):
                 "slots='bfloat16', which takes as much memory and has float32's range."
             )
 
-    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
+    def create(self, variables: Sequence[Variable]) -> list[keras.Variable]:
         """Creates the lower halves of split variables on the first call; returns them."""
         if self._by_key:
             return []
@@ -266,7 +274,7 @@ class RoundedWeights(PlainWeights):
             created += beside
         return created
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Builds the optimizer; slots of low-precision variables get the dtype of `slots`."""
         undo = wrap_method(self.optimizer, "add_variable_from_reference", self._add_slot)
         try:
@@ -274,7 +282,9 @@ class RoundedWeights(PlainWeights):
         finally:
             undo()
 
-    def _add_slot(self, original: Any, reference_variable: Any, **arguments: Any) -> Any:
+    def _add_slot(
+        self, original: Callable[..., Variable], reference_variable: Variable, **arguments: Any
+    ) -> Variable:
         if not isinstance(reference_variable, StoredWeight):
             return original(reference_variable, **arguments)
         name = f"{reference_variable.path.replace('/', '_')}_{arguments.pop('name', 'var')}"
@@ -289,19 +299,22 @@ class RoundedWeights(PlainWeights):
         return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
 
 
-def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+def _low_ones(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Variable]:
     """Selects low-precision variables; raises if the optimizer was already built for them."""
     low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
     if low and optimizer.built:
         raise ValueError(
             f"{optimizer.name} was built for {len(low)} low-precision variables, such as "
-            f"{variable_name(low[0])}, before master_weights or weight_rounding could give it what "
-            "it updates instead. Create a new inner optimizer, and let LossScaleOptimizer build it."
+            f"{variable_name(low[0])}, before master_weights or weight_rounding could give it "
+            "what it updates instead. Create a new inner optimizer, and let LossScaleOptimizer "
+            "build it."
         )
     return low
 
 
-def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any]) -> keras.Variable:
+def _beside(
+    variable: Variable, dtype: str, suffix: str, value: Callable[[Any], Any]
+) -> keras.Variable:
     """Creates a variable of another one's name, path, shape and device, from its value.
 
     Optimizers select variables, for weight decay for example, by name and path.
@@ -321,32 +334,32 @@ def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any])
         )
 
 
-# ---- Masters and later assignments ---------------------------------------------------------------
+# ---- Masters and later assignments -----------------------------------------------------
 
 
-def _assigned(master: Any, value: Any) -> Any:
+def _assigned(master: Variable, value: Tensor) -> Tensor:
     return tf.not_equal(nearest(master, value.dtype), value)
 
 
-def _take_over(master: Any, variable: Any) -> None:
+def _take_over(master: Variable, variable: Variable) -> None:
     master.assign(_next_master(master, variable))
 
 
-def _round(variable: Any, master: Any) -> None:
+def _round(variable: Variable, master: Variable) -> None:
     if variable.dtype == tf.bfloat16:
         variable.assign(_rounded_to_bfloat16(master))
     else:
         variable.assign(nearest(tf.convert_to_tensor(master), variable.dtype))
 
 
-def _in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_one_pass(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Lets a function of tensors take variables, and compiles it inside a graph.
 
-    Otherwise each op of a rounding reads and writes whole tensors.
+    Otherwise every op of a rounding reads and writes whole tensors.
     """
     compiled = tf.function(function, jit_compile=True, autograph=False)
 
-    def call(*variables: Any) -> Any:
+    def call(*variables: Variable) -> Tensor:
         values = [tf.convert_to_tensor(variable) for variable in variables]
         if tf.executing_eagerly() or not tf_private.xla_works(native(variables[0]).device):
             return function(*values)
@@ -356,43 +369,45 @@ def _in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_one_pass
-def _rounded_to_bfloat16(master: Any) -> Any:
+def _rounded_to_bfloat16(master: Variable) -> Tensor:
     return nearest(master, tf.bfloat16)
 
 
-# Compiled like the rounding of the masters: on an H100, where this ran op by op beside a compiled
-# rounding, masters lost the bits that their weights lack.
+# Compiled like the rounding of the masters: on an H100, where this ran op by op beside a
+# compiled rounding, masters lost the bits that their weights lack.
 @_in_one_pass
-def _next_master(master: Any, value: Any) -> Any:
+def _next_master(master: Variable, value: Tensor) -> Tensor:
     return tf.where(_assigned(master, value), tf.cast(value, tf.float32), master)
 
 
 @_in_one_pass
-def _differs(master: Any, value: Any) -> Any:
+def _differs(master: Variable, value: Tensor) -> Tensor:
     return tf.reduce_any(_assigned(master, value))
 
 
-# ---- The update ----------------------------------------------------------------------------------
+# ---- The update ------------------------------------------------------------------------
 
 
 # Calls a function on each replica with its own arguments.
 OnEach = Callable[..., None]
 
 
-def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
+def once_for_all_replicas(
+    function: Callable[..., None], condition: Tensor, *arguments: Any
+) -> None:
     """Calls `function(on_each, condition, *arguments)` in a context where `tf.cond` may update.
 
-    Most strategies do not allow a condition around an update on a replica; for those the function
-    is called once, in cross-replica context. `on_each(update, *arguments)` calls an update on every
-    replica with its own arguments. The condition is equal on all replicas.
+    Most strategies do not allow a condition around an update on a replica; for those the
+    function is called once, in cross-replica context. `on_each(update, *arguments)` calls an
+    update on every replica with its own arguments. The condition is equal on all replicas.
     """
     if not (runs_tensorflow() and tf_private.strategy_needs_merge_call()):
-        function(lambda update, *own: update(*own), condition, *arguments)
+        function(lambda update, *arguments: update(*arguments), condition, *arguments)
         return
 
-    def merged(strategy: tf.distribute.Strategy, condition: Any, *arguments: Any) -> None:
-        def on_each(update: Callable[..., None], *own: Any) -> None:
-            strategy.extended.call_for_each_replica(update, args=own)
+    def merged(strategy: tf.distribute.Strategy, condition: Tensor, *arguments: Any) -> None:
+        def on_each(update: Callable[..., None], *per_replica: Any) -> None:
+            strategy.extended.call_for_each_replica(update, args=per_replica)
 
         # Equal on all replicas.
         function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
@@ -403,24 +418,24 @@ def once_for_all_replicas(function: Callable[..., None], condition: Any, *argume
 def apply_if_finite(
     weights: PlainWeights,
     gradients: Gradients,
-    finite: Any,
+    finite: Tensor,
     *,
     skips: bool = True,
-    record: Callable[[Any], None] = lambda finite: None,
+    record: Callable[[Tensor], None] = lambda finite: None,
 ) -> None:
     """Applies gradients if they are `finite`; otherwise changes nothing.
 
-    `finite` is equal on all replicas. `skips=False` always applies them. `record` is then called
-    with `finite`, once for all replicas.
+    `finite` is equal on all replicas. `skips=False` always applies them. `record` is then
+    called with `finite`, once for all replicas.
     """
 
-    def apply_own(values: list[Any], divisor: Any) -> None:
+    def apply_here(values: list[Tensor], divisor: Tensor) -> None:
         _apply(weights, replace(gradients, values=values, divisor=divisor))
 
-    def on_all_replicas(on_each: OnEach, finite: Any, values: Any, divisor: Any) -> None:
+    def on_all_replicas(on_each: OnEach, finite: Tensor, values: Tensor, divisor: Tensor) -> None:
         def update() -> None:
             weights.load()
-            on_each(apply_own, values, divisor)
+            on_each(apply_here, values, divisor)
             weights.store()
 
         if skips:
@@ -438,7 +453,7 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
     others = fused_update(optimizer, gradients, weights.chance())
     if others is None:
         return
-    if any(isinstance(each, StoredWeight) for each in others.variables):
+    if any(isinstance(variable, StoredWeight) for variable in others.variables):
         raise ValueError(
             "weight_rounding goes with one device, MirroredStrategy and "
             "MultiWorkerMirroredStrategy, and with optimizers as they were given; got "
@@ -447,7 +462,7 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
         )
     others = others.unscaled()
     applied = getattr(optimizer, "_inner_optimizers", [optimizer])
-    if any(each.gradient_accumulation_steps for each in applied):
+    if any(inner.gradient_accumulation_steps for inner in applied):
         others = others.as_stored()
     counts_itself = tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call()
     if others.summed or counts_itself:
@@ -455,13 +470,13 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
     optimizer.apply(others.values, others.variables)
 
 
-def _view_of(optimizer: Any, summed: bool) -> Any:
+def _view_of(optimizer: Optimizer, summed: bool) -> Optimizer:
     """Returns a view of an optimizer, which shares its variables, to call `apply` on.
 
     The view of `summed` gradients does not sum them over replicas again, which Keras's `apply`
-    always does. Keras counts iterations with a `merge_call`, which a condition on a replica does
-    not allow: there the view counts in the replica's own copy. The optimizer is not modified, as
-    replicas may run in threads.
+    always does. Keras counts iterations with a `merge_call`, which a condition on a replica
+    does not allow: there the view counts in the replica's own copy. The optimizer is not
+    modified, as replicas may run in threads.
     """
     kind, methods = type(optimizer), {}
     if summed:
@@ -473,11 +488,11 @@ def _view_of(optimizer: Any, summed: bool) -> Any:
     state.update(vars(optimizer))
     if tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call():
         state["_iterations"] = tf.distribute.get_strategy().extended.update(
-            native(optimizer._iterations), lambda own: own, group=False
+            native(optimizer._iterations), lambda copy: copy, group=False
         )
     if "_inner_optimizers" in state:  # MultiOptimizer splits the gradients.
         inner = keras_hooks.inner_optimizers(optimizer)
-        state["_inner_optimizers"] = [_view_of(each, summed) for each in inner]
+        state["_inner_optimizers"] = [_view_of(optimizer, summed) for optimizer in inner]
     return view
 
 

@@ -1,0 +1,162 @@
+"""Python code of TensorFlow and Keras that checks or requests dtypes, under an autocast.
+
+As in `context`, the functions that take an `original` replace the symbols that
+`tfamp.interop.patching` lists under their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfamp.core.kinds import DType, Nest, Operand, Operation, Tensor
+from tfamp.interop import keras_hooks, patching
+from tfamp.torch_style import state
+from tfamp.torch_style.state import EDITABLE, Mode, current_modes, dtype_name, recast
+
+# A Python function: the one that a patch replaces, or a user's that it takes.
+Original: TypeAlias = Callable[..., Any]
+
+
+def convert(
+    original: Original, value: Operand, dtype: DType = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Converts values for library code that requests the dtype of an op's first input."""
+    hint = kwargs.get("dtype_hint")
+    mode = current_modes.current
+    if hint is not None and mode is not None and state.is_lost(value, hint.name):
+        kwargs["dtype_hint"] = tf.float32
+    if mode is None:
+        return original(value, dtype, *args, **kwargs)
+    caller = sys._getframe(2)
+    if _function_of(caller) in patching.FUNCTIONS_OF_OPS:
+        target = mode.targets.get(patching.FUNCTIONS_OF_OPS[_function_of(caller)])
+        mixed = "float32" if _mixes(caller.f_locals.values()) else ""
+        return recast(original(value, dtype, *args, **kwargs), target or mixed)
+    if tf.is_tensor(value):  # True of Keras variables, too.
+        value, dtype = _converted(value, dtype, caller)
+    return original(value, dtype, *args, **kwargs)
+
+
+def _function_of(frame: FrameType) -> tuple[str, str]:
+    """The module and the name of the function that runs in a frame."""
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
+
+
+def _converted(value: Operand, dtype: DType, caller: FrameType) -> tuple[Operand, Operand]:
+    """Returns the tensor to convert for a caller, and the dtype to request.
+
+    The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
+    assigned to; the dtype is None if the following op decides it.
+    """
+    held = dtype_name(value)
+    if held not in EDITABLE:
+        return value, dtype
+    function = _function_of(caller)
+    if function in patching.FLOAT32_FUNCTIONS or (
+        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
+    ):
+        return recast(value, "float32"), None
+    wanted = held if dtype is None else tf.as_dtype(dtype).base_dtype.name
+    if held == wanted or wanted not in EDITABLE:
+        return value, dtype
+    if wanted == "float32" or function[0] == patching.FIXED_DTYPES:
+        return recast(value, wanted), dtype
+    return value, None
+
+
+def stacked(
+    mode: Mode, original: Original, values: Operand, dtype: DType = None, name: str | None = None
+) -> Tensor:
+    """Promotes a list of tensors of mixed dtypes before they are stacked."""
+    if _mixes(tf.nest.flatten(values)):
+        # AutoGraph warns about lambdas, whose source it cannot read.
+        values = tf.nest.map_structure(functools.partial(recast, dtype="float32"), values)
+        dtype = tf.float32
+    return original(values, dtype, name)
+
+
+def _mixes(values: Operand) -> bool:
+    """Whether tensors among the values have mixed float dtypes."""
+    dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
+    return len(dtypes & EDITABLE) > 1
+
+
+def in_float32(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
+    """Runs a function in float32 that rejects low dtypes, or multiplies their errors."""
+    kwargs = {name: recast(value, "float32") for name, value in kwargs.items()}
+    args = tuple(recast(value, "float32") for value in args)
+    with current_modes.set_to(None):
+        return original(*args, **kwargs)
+
+
+def mapped(
+    mode: Mode, original: Original, values: Sequence[Operand], signature: Sequence[DType]
+) -> Nest:
+    """Casts the results of a mapped function to the dtypes that were declared for them."""
+    pairs = zip(values, map(declared_dtype, signature), strict=True)
+    return original([recast(*pair) for pair in pairs], signature)
+
+
+def array_method(mode: Mode, original: Original, array: Operand, *args: Any, **kwargs: Any) -> Nest:
+    """Casts an element to write into a `tf.TensorArray`, the only float tensor argument."""
+    dtype = array.dtype.name
+    kwargs = {name: recast(value, dtype) for name, value in kwargs.items()}
+    return original(array, *(recast(value, dtype) for value in args), **kwargs)
+
+
+def sparse_matmul(mode: Mode, original: Original, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+    """Runs a MatMul instead, as tf.matmul uses this slow op for bfloat16 with float32."""
+    if kwargs.get("a_is_sparse") or kwargs.get("b_is_sparse"):
+        return original(a, b, **kwargs)
+    dense = {k: v for k, v in kwargs.items() if not k.endswith("_is_sparse")}
+    return tf.raw_ops.MatMul(a=a, b=b, **dense)
+
+
+def cross_entropy(
+    mode: Mode,
+    original: Original,
+    labels: Operand = None,
+    logits: Operand = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Casts low-precision logits up, so that the float32 result is not cast back down."""
+    if mode.targets.get("SoftmaxCrossEntropyWithLogits"):
+        logits = recast(logits, "float32")
+    return original(labels, logits, *args, **kwargs)
+
+
+def operation_call(
+    mode: Mode, original: Original, operation: Operation, *args: Any, **kwargs: Any
+) -> Nest:
+    """Lets float32 Keras layers read their variables in the low dtype.
+
+    Layers that Keras has quantized, and those that turn positions into angles, run without
+    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and
+    rounding turns angles.
+    """
+    if not isinstance(operation, keras.layers.Layer):
+        return original(operation, *args, **kwargs)
+    if operation.quantization_mode is None and not keras_hooks.turns_positions(operation):
+        with keras_hooks.reading_in(operation, mode.dtype):
+            return original(operation, *args, **kwargs)
+
+    def in_own_dtype(value: Operand) -> Operand:
+        return recast(value, operation.compute_dtype) if tf.is_tensor(value) else value
+
+    with current_modes.set_to(None):
+        args, kwargs = keras.tree.map_structure(in_own_dtype, (args, kwargs))
+        return original(operation, *args, **kwargs)
+
+
+def declared_dtype(declared: DType | tf.TypeSpec) -> str:
+    """The name of a dtype, or of the dtype in a type specification; "" if it has none."""
+    dtype = getattr(declared, "dtype", declared)
+    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
