@@ -1,8 +1,8 @@
 """The assignments of a level to the layers of a model: making them, applying, taking them back.
 
 A level is applied in two steps: `take_back` removes all changes of tfamp's, and `apply_policy`
-gives every layer what `level_assignments`, a pure function, says. So levels can follow each other
-in any order. Variables keep their dtypes.
+gives every layer what `level_assignments`, a pure function, says. So levels can follow each
+other in any order. Variables keep their dtypes.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def note_state(root: Any) -> Callable[[], None]:
 def default_policy(model: Any) -> str:
     """Returns the name of the policy that a model's layers have by default.
 
-    A model read from a file does not record the policy it was made under, so it is the one of most
-    layers, "float32" in a tie.
+    A model read from a file does not record the policy it was made under, so it is the one of
+    most layers, "float32" in a tie.
     """
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
     if any(map(before_level, layers)):
@@ -147,8 +147,8 @@ def level_assignments(
         chosen: `id`s of the layers whose dtype a user chose.
 
     Returns:
-        Layers with their assignments, in the model's order. Sublayers of a layer whose class stays
-        float32 follow it and have none.
+        Layers with their assignments, in the model's order. Sublayers of a layer whose class
+        stays float32 follow it and have none.
     """
     skipped = {id(layer) for layer in layers_of(*kept)} | set(chosen)
     found: list[tuple[Any, Assignment]] = []
@@ -170,8 +170,8 @@ def apply_policy(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Ite
     A ValueError names a layer that fails in the low dtype.
     """
     for layer, assignment in level_assignments(model, policy, kept=kept, chosen=chosen):
-        if assignment.given != "float32":
-            layer_dtypes.give_policy(layer, assignment.given)
+        if assignment.policy_name != "float32":
+            layer_dtypes.give_policy(layer, assignment.policy_name)
         model_calls.manage(layer, policy, assignment)
         if not layer.built:
             _build_under(layer, policy)
