@@ -188,8 +188,8 @@ def _from_keras(policy: KerasPolicy) -> Policy:
     raise ValueError(
         f"policy must be one of {', '.join(POLICY_NAMES)}, or a keras.DTypePolicy of that "
         f"name; Keras's is {policy!r} of type {type(policy).__name__}, which a tfamp.Policy "
-        "cannot express. Layers are quantized by model.quantize; single ones get another policy "
-        "by their dtype=, or by tfamp.set_layer_dtype(model, dtype, pattern=...)."
+        "cannot express. Layers are quantized by model.quantize; single ones get another "
+        "policy by their dtype=, or by tfamp.set_layer_dtype(model, dtype, pattern=...)."
     )
 
 
