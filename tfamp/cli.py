@@ -164,8 +164,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 def _quiet_process() -> Iterator[None]:
     """Lets a command run in a process that prints tfamp's warnings only.
 
-    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone at the
-    end.
+    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone last.
     """
     _import_quietly()
     logger = logging.getLogger("tensorflow")

@@ -268,8 +268,8 @@ def graph_op(original: Method, op: str, name: str | None = None, **keywords: Any
         cast_inputs = dict(zip(names, _cast_up(call, inputs), strict=True))
         structure, is_stateful, operation, outputs = original(op, name, **cast_inputs, **raised)
         _record(operation, None)
-        lowered = [_lowered(output, call.dtype) for output in outputs]
-        return structure, is_stateful, operation, lowered
+        low_outputs = [_lowered(output, call.dtype) for output in outputs]
+        return structure, is_stateful, operation, low_outputs
     structure, is_stateful, operation, outputs = original(op, name, **keywords)
     if _gradient_is_guarded(call):
         _record(operation, call)
@@ -413,9 +413,9 @@ def _lowered(result: Nest, dtype: str) -> Nest:
         return [_lowered(output, dtype) for output in result]
     if result.dtype != tf.float32:
         return result
-    lowered = _cast(result, tf.as_dtype(dtype))
-    setattr(lowered, _RECORDED, True)
-    return lowered
+    low = _cast(result, tf.as_dtype(dtype))
+    setattr(low, _RECORDED, True)
+    return low
 
 
 def _cast(value: Any, dtype: tf.DType) -> Tensor:

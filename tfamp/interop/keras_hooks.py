@@ -351,8 +351,7 @@ def replace_policy(layer: Layer, policy: KerasPolicy) -> Callable[[], None]:
 
     Args:
         layer: The layer; its sublayers are not affected.
-        policy: A policy with the wanted compute dtype; its variable dtype is set to the
-            layer's.
+        policy: A policy with the wanted compute dtype; it gets the layer's variable dtype.
 
     Returns:
         A function that restores the layer's policy.
@@ -400,8 +399,7 @@ def set_compiled_optimizer(model: Model, optimizer: Optimizer) -> None:
     Symbol: `Trainer._compile_config`. Compiling again would reset the metrics.
     """
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
-    # Bypasses Layer.__setattr__, as in `compile`: an optimizer is not part of the model's
-    # state.
+    # Bypasses Layer.__setattr__, as in `compile`: an optimizer is not a state to track.
     object.__setattr__(model, "optimizer", optimizer)
 
 

@@ -95,8 +95,7 @@ def gradient_function(op: Op | EagerOp) -> Method:
 def set_gradient(operation: Op, backward: Backward) -> None:
     """Gives an operation of a graph another gradient where TensorFlow differentiates the graph.
 
-    Symbol: `tf.Operation._gradient_function`, which no file holds: a saved graph has the usual
-    one.
+    Symbol: `tf.Operation._gradient_function`, which no file holds: saved graphs lack it.
     """
     tf_private.private_symbol(operation, "_gradient_function")
     operation._gradient_function = lambda _, *upstream: backward(*upstream)

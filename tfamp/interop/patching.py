@@ -130,8 +130,7 @@ RESULTS_CAST_BACK = {
 }
 # Functions that check dtypes before they run an op. The first reject low precision, or sum
 # squares, which overflow float16 from 256 on. The second reject mixed dtypes. The third declare
-# the dtype of an op's result by the dtype of its inputs, which they therefore get in the op's
-# dtype.
+# an op's result to have the dtype of its inputs, which they therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),

@@ -3,8 +3,7 @@
 Patched symbols are in the tables of `tfamp.interop.patching`.
 
 If a release removed a symbol, its function raises `UnsupportedVersionError` with the installed
-and the tested versions. Each function has its own test, which fails if a release changes the
-symbol.
+and the tested versions. Each function has a test, which fails if a release changes the symbol.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def device_details(device: tf.config.PhysicalDevice) -> dict[str, Any]:
     """Returns TensorFlow's details of a physical device, with its compute capability as text.
 
     Symbol: `tensorflow.python.pywrap_tfe.TF_GetDeviceDetails`. The public function raises an
-    error for a capability with a letter, such as "9.0a", so that not even the device's name is
-    known.
+    error for a capability with a letter, such as "9.0a", so that even the name stays unknown.
 
     Empty for a device of another machine.
     """

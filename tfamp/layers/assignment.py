@@ -41,8 +41,7 @@ class Assignment:
             user has set that since.
         by: Who decided.
         role: The layer's role.
-        policy: The mixed policy that manages the layer, as `layers.model_roles` says; None for
-            others.
+        policy: The mixed policy that manages the layer (see `layers.model_roles`), or None.
         before: What a level restores when it is taken back; None without a level.
     """
 

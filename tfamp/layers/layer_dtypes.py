@@ -3,8 +3,7 @@
 This is the one place where layers get another dtype. The policy `int8_from_mixed_bfloat16` is
 of a layer that Keras quantized to int8 and that computes in bfloat16; a plain policy on such a
 layer would reinterpret its integers as numbers. Callers therefore give only the float part, the
-*float policy*, and a quantized layer gets the *counterpart*: the same quantization from that
-policy.
+*float policy*, and a quantized layer gets the *counterpart*: that quantization from the policy.
 
 Every layer ends up with a plain Keras policy, so saved models do not need tfamp.
 """
@@ -79,16 +78,16 @@ def policy_with(layer: Layer, float_name: str) -> KerasPolicy:
         >>> policy_with(layer, "float32").name, policy_with(layer, "mixed_float16")
         ('int8_from_float32', None)
     """
-    policy, wanted = policy_of(layer), keras.DTypePolicy(float_name)
+    policy, target = policy_of(layer), keras.DTypePolicy(float_name)
     if _is_map(policy):
         return None
     mode = policy.quantization_mode
     if mode is None:
-        return wanted
+        return target
     if _float_name(policy) == float_name:
         return copy.copy(policy)
-    is_exact = wanted.compute_dtype not in LOW_PRECISION and mode != "float8"
-    if not is_exact and (mode, wanted.compute_dtype) != ("int8", "bfloat16"):
+    is_exact = target.compute_dtype not in LOW_PRECISION and mode != "float8"
+    if not is_exact and (mode, target.compute_dtype) != ("int8", "bfloat16"):
         return None
     return type(policy).from_config({**policy.get_config(), "source_name": float_name})
 
@@ -98,11 +97,11 @@ def give_policy(layer: Layer, policy: KerasPolicy) -> None:
 
     A quantized layer gets its counterpart, and is not changed if it has none.
     """
-    wanted = policy
+    new_policy = policy
     if policy_of(layer).quantization_mode is not None:
-        wanted = policy_with(layer, _float_name(keras.dtype_policies.get(policy)))
-    if wanted is not None:
-        layer.dtype_policy = wanted
+        new_policy = policy_with(layer, _float_name(keras.dtype_policies.get(policy)))
+    if new_policy is not None:
+        layer.dtype_policy = new_policy
 
 
 def in_float32(value: Any) -> Any:

@@ -281,9 +281,11 @@ def assignment_under(
 ) -> Assignment:
     """Returns the assignment of a mixed policy to a layer; changes nothing."""
     is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
-    made = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
+    assignment = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
     # Of a Functional or Sequential the layers in it compute and are managed.
-    return dataclasses.replace(made, before=before, policy=None if is_graph else made.policy)
+    return dataclasses.replace(
+        assignment, before=before, policy=None if is_graph else assignment.policy
+    )
 
 
 def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
@@ -417,15 +419,14 @@ def _for_caller(caller: Layer | None, model: Model, outputs: Nest) -> Nest:
     if dtype not in LOW_PRECISION or not any(made_of_low):
         return outputs
     flat = zip(keras.tree.flatten(outputs), made_of_low, strict=True)
-    lowered = [layer_dtypes.in_low(x, dtype) if was_low else x for x, was_low in flat]
-    return keras.tree.pack_sequence_as(outputs, lowered)
+    cast_outputs = [layer_dtypes.in_low(x, dtype) if was_low else x for x, was_low in flat]
+    return keras.tree.pack_sequence_as(outputs, cast_outputs)
 
 
 def _watch_sequential(model: Model) -> None:
     """Tracks the Functionals that a Sequential builds and drops.
 
-    It builds a new one whenever a layer is added or removed, and the former may live on for a
-    while.
+    It builds a new one whenever a layer is added or removed, and the former may live on.
     """
 
     def build(original: Method, *args: Any, **kwargs: Any) -> Nest:
@@ -520,7 +521,7 @@ def _as_float32(model: Model, value: Any) -> Any:
 def _keep_sublayers_float32(layer: Layer, policy: Policy) -> None:
     """Keeps the sublayers of a float32 layer in float32, before it is built or called.
 
-    It gets them after its base constructor has run, and Keras's wrappers get theirs as arguments.
+    It gets them after its base constructor has run; Keras's wrappers take theirs as arguments.
     """
 
     def settle(original: Method, *args: Any, **kwargs: Any) -> Nest:

@@ -16,8 +16,7 @@ float16, and the output layer `head`, raised to float32. `Model(x, top(head.outp
 cast. Called as a layer, in `Model(z, last(base(z)))`, `base` loses the cast too: its output is
 float16, and `last` makes the float32 one.
 
-`model_calls` does the same while a model runs, for subclassed models and models called by other
-layers.
+`model_calls` does the same while a model runs, for subclassed models and models in layers.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class ModelGraph:
         output_of: Functionals in which this model makes an output.
         nested: Whether it is part of another model, so that its outputs are low.
         casts: Indexes of its outputs that an appended cast makes.
-        inner: `id`s of the layers and ops whose low outputs both such a cast and others
-            consume.
+        inner: `id`s of layers and ops whose low outputs such a cast and others consume.
     """
 
     functional: Functional
@@ -329,11 +327,11 @@ def _lower(layer: Layer) -> None:
     raised, places = assignments.get(layer), places_of(layer)
     if raised is None or raised.policy is None:
         return
-    lowered = assigned(type(layer), raised.policy, raised.by, fused=True)
+    assignment = assigned(type(layer), raised.policy, raised.by, fused=True)
     for part in places.raised:
-        give_policy(part, lowered.policy_name)
+        give_policy(part, assignment.policy_name)
     places.raised = []
-    assignments.set(layer, dataclasses.replace(lowered, before=raised.before))
+    assignments.set(layer, dataclasses.replace(assignment, before=raised.before))
 
 
 def _carrying(layer: Layer, policy_name: str) -> Iterator[Layer]:

@@ -66,8 +66,7 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     """Sets the policy of every thread of the process.
 
     Inside a `policy_scope` it sets the policy of that scope only, until the scope ends.
-    Existing layers keep their dtypes. `keras.config.dtype_policy()` agrees afterwards, in every
-    thread.
+    Existing layers keep their dtypes. `keras.config.dtype_policy()` agrees then, in any thread.
 
     Args:
         policy: A `Policy`, its name, or a `keras.DTypePolicy` of the same name.

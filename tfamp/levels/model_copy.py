@@ -204,17 +204,17 @@ def _set_late_policies(model: Model, new_model: Model) -> None:
     for old, new in same_layers(model, new_model):
         if not is_plain(new.dtype_policy):
             continue
-        wanted = old.dtype_policy.name
-        if new.dtype_policy.name == wanted:
+        policy_name = old.dtype_policy.name
+        if new.dtype_policy.name == policy_name:
             continue
         if new.weights and not isinstance(new, keras.Model):
             raise ValueError(
                 f"{path_of(new)} is made with {new.dtype_policy.name} weights by the "
-                f"constructor of {type(model).__name__}, and is to have {wanted} ones. Give "
-                "its class get_config and from_config, give the layer its dtype there, or take "
-                "level 'O2' without master_weights, which needs no new weights."
+                f"constructor of {type(model).__name__}, and is to have {policy_name} ones. "
+                "Give its class get_config and from_config, give the layer its dtype there, or "
+                "take level 'O2' without master_weights, which needs no new weights."
             )
-        new.dtype_policy = wanted
+        new.dtype_policy = policy_name
 
 
 def _build_like(model: Model, new_model: Model) -> None:

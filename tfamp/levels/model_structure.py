@@ -18,8 +18,7 @@ from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
 
 # Symbolic dtypes are corrected in passes until a fixed point. A layer called several times may
-# need as many passes. More than this, a choice far above any model seen, means that it never
-# settles.
+# need as many passes. The bound is a choice: more passes mean that the dtypes never settle.
 _MOST_PASSES = 20
 # Errors of users' code and of ops that do not take the new dtype.
 _FAILURES = (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError)
@@ -127,43 +126,44 @@ def quantized_names(layers: Iterable[Layer]) -> str:
     return ", ".join(f"{path_of(layer)} ({mode})" for layer, mode in modes if mode is not None)
 
 
-def select(layers: list[Layer], wanted: Iterable[Any], argument: str) -> list[Layer]:
+def select(layers: list[Layer], selectors: Iterable[Any], argument: str) -> list[Layer]:
     """Returns the layers that a user selects, in their order, without their sublayers.
 
-    `wanted` holds names or paths; regular expressions, searched for in the paths where no name
+    Selectors are names or paths; regular expressions, searched for in the paths where no name
     matches exactly; layer classes; layers. An error names the argument.
     """
     chosen: set[int] = set()
-    for value in wanted:
-        meant = _meant(layers, value, argument)
+    for selector in selectors:
+        meant = _meant(layers, selector, argument)
         if not meant:
-            is_text = isinstance(value, str)
+            is_text = isinstance(selector, str)
+            name = getattr(selector, "__name__", selector)
             names = [layer.name if is_text else type(layer).__name__ for layer in layers]
             raise ValueError(
-                f"{argument} holds {value!r}, which means no layer of the model. The nearest "
-                f"is {nearest(getattr(value, '__name__', value), names)!r}.{advice(value)}"
+                f"{argument} holds {selector!r}, which means no layer of the model. The "
+                f"nearest is {nearest(name, names)!r}.{advice(selector)}"
             )
         chosen |= {id(layer) for layer in meant}
     return [layer for layer in layers if id(layer) in chosen]
 
 
-def _meant(layers: list[Layer], wanted: Any, argument: str) -> list[Layer]:
-    if isinstance(wanted, str):
-        exact = [layer for layer in layers if wanted in (layer.name, path_of(layer))]
+def _meant(layers: list[Layer], selector: Any, argument: str) -> list[Layer]:
+    if isinstance(selector, str):
+        exact = [layer for layer in layers if selector in (layer.name, path_of(layer))]
         if exact:
             return exact
         try:
-            pattern = re.compile(wanted)
+            pattern = re.compile(selector)
         except re.error as error:
             raise ValueError(
-                f"{argument} holds {wanted!r}, which is not a regular expression: {error}."
+                f"{argument} holds {selector!r}, which is not a regular expression: {error}."
             ) from error
         return [x for x in layers if pattern.search(x.name) or pattern.search(path_of(x))]
-    if isinstance(wanted, type):
-        return [layer for layer in layers if isinstance(layer, wanted)]
-    if isinstance(wanted, keras.Layer):
-        return [layer for layer in layers if layer is wanted]
+    if isinstance(selector, type):
+        return [layer for layer in layers if isinstance(layer, selector)]
+    if isinstance(selector, keras.Layer):
+        return [layer for layer in layers if layer is selector]
     raise TypeError(
         f"{argument} takes names of layers, regular expressions, layer classes and layers; got "
-        f"{described(wanted)}"
+        f"{described(selector)}"
     )

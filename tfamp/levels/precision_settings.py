@@ -62,8 +62,7 @@ class PrecisionSettings:
             model's optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        weight_rounding: How updates of low weights without copies are rounded; None for to
-            nearest.
+        weight_rounding: How low weights without copies are rounded in updates; None: to nearest.
         slots: With `weight_rounding`, the dtype of the optimizer's slots; None without one.
         keep_float32: Paths of the layers that the user keeps in float32.
         reasons: A sentence for each automatic choice.
@@ -178,8 +177,7 @@ def settings_of(
 ) -> PrecisionSettings:
     """Returns the settings of a model at a level, or by its layers' policies without one.
 
-    `kept` are the layers that the user keeps in float32, and `rewrite` rewrites the model's
-    steps.
+    `kept` are the layers that the user keeps in float32, `rewrite` rewrites the model's steps.
     """
     optimizer = model.optimizer if model.compiled else None
     computing = computing_layers_of(model)

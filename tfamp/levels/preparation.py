@@ -190,7 +190,7 @@ def prepare(
         (['float16', 'float32'], 512.0)
     """
     _check_model(model, "prepare")
-    chosen = _config(
+    checked_config = _config(
         config,
         level=None if isinstance(level, _Default) else level,
         dtype=dtype,
@@ -203,23 +203,23 @@ def prepare(
         slots=slots,
     )
     old_optimizer = prepared_optimizer.read_optimizer(model, optimizer)
-    level_here = effective_level(chosen, hardware.detect())
-    wanted = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
-    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
+    level_here = effective_level(checked_config, hardware.detect())
+    effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
+    kept = tuple(select(layers_of(model)[1:], checked_config.keep_float32, "keep_float32"))
     if example_batch is not None:
-        wanted = _measured_level(model, wanted, kept, example_batch)
-    if wanted.warning is not None:
-        warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
+        effective = _measured_level(model, effective, kept, example_batch)
+    if effective.warning is not None:
+        warnings.warn(effective.warning, TfampWarning, stacklevel=level_of_user())
     record = _prepared.get(model)
-    is_there = record is not None and record.level == wanted and wanted.low_weights
-    if not is_there and (wanted.low_weights or _stores_low(model)):
-        model, new_optimizer = _level_on_copy(model, old_optimizer, wanted, kept)
+    is_there = record is not None and record.level == effective and effective.low_weights
+    if not is_there and (effective.low_weights or _stores_low(model)):
+        model, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
     else:
-        new_optimizer = prepared_optimizer.wrapped_if_any(old_optimizer, wanted)
+        new_optimizer = prepared_optimizer.wrapped_if_any(old_optimizer, effective)
         if not is_there:
-            _level_in_place(model, wanted, kept)
-    prepared_optimizer.warn_of_slots(new_optimizer, wanted)
-    prepared_optimizer.warn_of_held_optimizers(model, wanted)
+            _level_in_place(model, effective, kept)
+    prepared_optimizer.warn_of_slots(new_optimizer, effective)
+    prepared_optimizer.warn_of_held_optimizers(model, effective)
     if model.compiled and new_optimizer is not None:
         prepared_optimizer.give_optimizer(model, new_optimizer)
     prepared = Prepared(model, new_optimizer)
@@ -452,7 +452,11 @@ def _assign_as(old: Layer, new: Layer, before: Before | None) -> None:
     assignments.set(new, dataclasses.replace(assignment, by=by, before=before))
 
 
-def _manage_as(pairs: list[tuple[Layer, Layer]], new_model: Model, level: EffectiveLevel) -> None:
+def _manage_as(
+    pairs: list[tuple[Layer, Layer]],
+    new_model: Model,
+    level: EffectiveLevel,
+) -> None:
     """Gives a copy with low weights the kernels and outputs of the O2 model it came from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:

@@ -279,8 +279,8 @@ def wrapped(
         rule = rule_of(optimizer) or rule
     if rule is None:
         return inner
-    wanted = {"rule": rule, "inner_optimizer": inner, **features}
-    if is_wrapper and all(getattr(optimizer, name) == value for name, value in wanted.items()):
+    settings = {"rule": rule, "inner_optimizer": inner, **features}
+    if is_wrapper and all(getattr(optimizer, name) == settings[name] for name in settings):
         wrapper = optimizer
     else:
         wrapper = LossScaleOptimizer(inner, loss_scale=rule, **features)

@@ -44,8 +44,7 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
     for layer in output_layers_of(model):
         wrap_method(layer, "call", _bias_in_float32)
     for layer in layers_of(model):
-        # Keras calls it instead of `call` once the layer is quantized; autocast skips it
-        # already.
+        # Keras calls it instead of `call` once the layer is quantized. Autocast skips it.
         wrap_method(layer, "quantized_call", _under_kept_scope)
     wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
     for name in ("train_step", "test_step", "predict_step"):
