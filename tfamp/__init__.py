@@ -1,7 +1,7 @@
 """tfamp: automatic mixed precision for TensorFlow and Keras 3.
 
-Importing this module changes nothing and imports neither TensorFlow nor Keras: every public name
-is loaded on first use.
+Importing this module changes nothing and imports neither TensorFlow nor Keras: every public
+name is loaded on first use.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--report", metavar="FILE", type=_report_path, help=text)
     add("--overwrite", action="store_true", help="replace a SavedModel in DST")
     text = "low dtype to compute in; auto, the default: what this machine multiplies natively"
-    for each in (doctor, rewrite):
-        each.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
+    dtypes = (*LOW_PRECISION, "auto")
+    for command in (doctor, rewrite):
+        command.add_argument("--dtype", choices=dtypes, default="auto", help=text)
     return parser
 
 
@@ -108,10 +109,10 @@ def _report_path(text: str) -> Path:
 def _doctor(args: argparse.Namespace) -> int:
     """Reports which low-precision dtypes this machine multiplies natively, and how fast it is.
 
-    Also which policy 'auto' therefore picks, and which versions are installed. Times are measured
-    in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says otherwise. Of a
-    model it reports how much converts, what stays float32 and why, and how to measure what that
-    gains. A .keras file is loaded in Keras's safe mode.
+    Also which policy 'auto' therefore picks, and which versions are installed. Times are
+    measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says
+    otherwise. Of a model it reports how much converts, what stays float32 and why, and how to
+    measure what that gains. A .keras file is loaded in Keras's safe mode.
     """
     from tfamp.diagnostics import device_report, model_report
 
@@ -145,12 +146,13 @@ def _rewrite(args: argparse.Namespace) -> int:
         device=args.device,
         overwrite=args.overwrite,
     )
-    old, new = (directory_bytes(Path(each)) for each in (args.src, args.dst))
+    old, new = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary
     print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
     print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
-    size = f"{totals.cast_bytes / 1e6:.4g} MB and {totals.casts_of_unknown_size} of unknown size"
-    print(f"casts   {totals.casts}, {size}")
+    size = f"{totals.cast_bytes / 1e6:.4g} MB"
+    unknown = totals.casts_of_unknown_size
+    print(f"casts   {totals.casts}, {size} and {unknown} of unknown size")
     if args.report is not None:
         text = getattr(plan, _REPORTS[args.report.suffix])()
         args.report.write_text(text, encoding="utf-8")
@@ -162,7 +164,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 def _quiet_process() -> Iterator[None]:
     """Lets a command run in a process that prints tfamp's warnings only.
 
-    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone at the end.
+    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone last.
     """
     _import_quietly()
     logger = logging.getLogger("tensorflow")
@@ -182,10 +184,10 @@ def _quiet_process() -> Iterator[None]:
 
 
 def _import_quietly() -> None:
-    """Imports TensorFlow and finds its devices without the log lines that no setting suppresses.
+    """Imports TensorFlow and finds its devices without log lines that no setting suppresses.
 
-    TensorFlow writes these to file descriptor 2. If the import fails they are shown. GPUs allocate
-    memory as needed.
+    TensorFlow writes these to file descriptor 2. If the import fails they are shown. GPUs
+    allocate memory as needed.
     """
     if "tensorflow" in sys.modules:
         return

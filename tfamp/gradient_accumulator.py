@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Tensor, Variable
 from tfamp.core.options import checked_count
 from tfamp.interop.keras_hooks import key_of
 from tfamp.interop.tf_private import as_written
@@ -20,21 +21,21 @@ from tfamp.training.weights import OnEach, once_for_all_replicas
 class GradientAccumulator(tf.Module):
     """Sums the gradients of micro-batches and applies their mean, once for each window.
 
-    A window is `steps` calls of `apply_gradients`; the last of them updates the weights with the
-    mean of the gradients, computed in float32. One window is one optimizer step: the loss scale
-    is constant within it, a micro-batch with an inf or NaN, on any replica, skips the whole
-    window, and replicas communicate only at its end.
+    A window is `steps` calls of `apply_gradients`; the last of them updates the weights with
+    the mean of the gradients, computed in float32. One window is one optimizer step: the loss
+    scale is constant within it, a micro-batch with an inf or NaN, on any replica, skips the
+    whole window, and replicas communicate only at its end.
 
     In `model.fit` call it in a `train_step` of the model. The `gradient_accumulation_steps` of
-    Keras's optimizers are simpler there, but every micro-batch is a step of the loss scale, which
-    may change within a window; a non-finite micro-batch is left out while the sum of the others is
-    still divided by the full number; and they fail under `MirroredStrategy`.
+    Keras's optimizers are simpler there, but every micro-batch is a step of the loss scale,
+    which may change within a window; a non-finite micro-batch is left out while the sum of the
+    others is still divided by the full number; and they fail under `MirroredStrategy`.
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
-    `strategy.scope()`. In several functions, a window that ends in one of them leaves the sums of
-    variables that had no gradient when that one was traced for the next window: give zeros in
-    place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take as
-    much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
+    `strategy.scope()`. In several functions, a window that ends in one of them leaves the sums
+    of variables that had no gradient when that one was traced for the next window: give zeros
+    in place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take
+    as much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
 
     Source: `no_sync` and division by the number of micro-batches in PyTorch.
 
@@ -67,18 +68,19 @@ class GradientAccumulator(tf.Module):
         if not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(
                 "GradientAccumulator takes a tfamp.LossScaleOptimizer; got "
-                f"{described(optimizer)} Wrap a Keras optimizer, with loss_scale=1.0 where no loss "
-                "scale is wanted."
+                f"{described(optimizer)} Wrap a Keras optimizer, with loss_scale=1.0 where no "
+                "loss scale is wanted."
             )
         inner = optimizer.inner_optimizer
         if inner.gradient_accumulation_steps:
             raise ValueError(
                 f"{inner.name} has gradient_accumulation_steps="
-                f"{inner.gradient_accumulation_steps} and accumulates itself. Create it without."
+                f"{inner.gradient_accumulation_steps} and accumulates itself. Create it "
+                "without."
             )
         self._optimizer = optimizer
         self._steps = checked_count("steps", steps)
-        # Every replica has a counter of its own; all are equal.
+        # Every replica has a counter; all are equal.
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
         # Extended in place, so that a checkpoint restored earlier finds them.
         self._sums: list[tf.Variable] = []
@@ -143,32 +145,33 @@ class GradientAccumulator(tf.Module):
             return tf.constant(False)
         return self._end_window_if(self._count > 0)
 
-    def _build(self, variables: list[Any]) -> None:
+    def _build(self, variables: list[Variable]) -> None:
         if not self._optimizer.built:
             self._optimizer.build(variables)
         self._window.variables += variables
         self._sums.extend(map(_zeros_like, variables))
 
-    def _check_variables(self, variables: list[Any]) -> None:
+    def _check_variables(self, variables: list[Variable]) -> None:
         key = key_of(self._optimizer)
         known = self._window.variables
-        if [key(v) for v in variables] != [key(v) for v in known]:
+        if list(map(key, variables)) != list(map(key, known)):
             raise ValueError(
-                f"The first call of a GradientAccumulator was for {len(known)} variables, this one "
-                f"is for {len(variables)} or for others. Give the same variables, in the same "
-                "order, for every micro-batch, with None for those without a gradient."
+                f"The first call of a GradientAccumulator was for {len(known)} variables, this "
+                f"one is for {len(variables)} or for others. Give the same variables, in the "
+                "same order, for every micro-batch, with None for those without a gradient."
             )
 
-    def _add(self, grads: list[Any], variables: list[Any]) -> None:
-        # The sums hold unscaled gradients: micro-batches of one window may have been unscaled by
-        # the user or not, in different graphs.
+    def _add(self, grads: list[Tensor], variables: list[Variable]) -> None:
+        # The sums hold unscaled gradients: micro-batches of one window may have been unscaled
+        # by the user or not, in different graphs.
         record = self._optimizer.gradient_record
         gradients = record.take(grads, variables).unscaled()
         record.unscaled.clear()
-        for i, (gradient, total) in enumerate(zip(gradients.values, self._sums, strict=True)):
+        pairs = zip(gradients.values, self._sums, strict=True)
+        for index, (gradient, total) in enumerate(pairs):
             if gradient is None:
                 continue
-            self._window.had_gradient.add(i)
+            self._window.had_gradient.add(index)
             if isinstance(gradient, tf.IndexedSlices):
                 # Variables with a value per replica have no scatter_add.
                 tf.raw_ops.ResourceScatterAdd(
@@ -179,31 +182,33 @@ class GradientAccumulator(tf.Module):
             else:
                 total.assign_add(tf.cast(gradient, total.dtype))
 
-    def _end_window_if(self, ends: Any) -> Any:
-        def on_all_replicas(on_each: OnEach, ends: Any) -> None:
+    def _end_window_if(self, ends: Tensor) -> Tensor:
+        def on_all_replicas(on_each: OnEach, ends: Tensor) -> None:
             gradient_lib.call_if(ends, lambda: on_each(self._apply_mean))
 
         once_for_all_replicas(on_all_replicas, ends)
         return ends
 
     def _apply_mean(self) -> None:
-        added, had_gradient = tf.convert_to_tensor(self._count), self._window.had_gradient
-        means = [
-            tf.convert_to_tensor(total) / tf.cast(added, total.dtype) if i in had_gradient else None
-            for i, total in enumerate(self._sums)
-        ]
+        count, had_gradient = tf.convert_to_tensor(self._count), self._window.had_gradient
+
+        def mean(total: tf.Variable) -> Tensor:
+            return tf.convert_to_tensor(total) / tf.cast(count, total.dtype)
+
+        sums = enumerate(self._sums)
+        means = [mean(total) if index in had_gradient else None for index, total in sums]
         self._optimizer.apply(means, self._window.variables, unscaled=True)
-        for i in had_gradient:
-            self._sums[i].assign(tf.zeros_like(self._sums[i]))
+        for index in had_gradient:
+            self._sums[index].assign(tf.zeros_like(self._sums[index]))
         self._count.assign(0)
 
 
-def _zeros_like(variable: Any) -> tf.Variable:
+def _zeros_like(variable: Variable) -> tf.Variable:
     wide = "float64" if gradient_lib.dtype_name(variable) == "float64" else "float32"
     return tf.Variable(
         tf.zeros(variable.shape, wide),
         trainable=False,
-        # One sum for each replica; saved as their total.
+        # One sum per replica; saved as their total.
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
         name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",

@@ -1,11 +1,11 @@
 """Guards ops whose low-precision kernels add up in the low dtype: they run in float32.
 
-`planning.kernels` says which ones these are. The results keep their dtypes, and forward values of
-exact kernels stay as they are. A gradient runs when no autocast and no layer is in force any more,
-so the forward op gets a gradient of its own: the usual one, run under the guard.
+`planning.kernels` says which ones these are. The results keep their dtypes, and forward values
+of exact kernels stay as they are. A gradient runs when no autocast and no layer is in force any
+more, so the forward op gets another gradient: the usual one, run under the guard.
 
-Autocast and the layers of a policy use the same guard. It is installed while one of them runs, and
-acts in that thread only.
+Autocast and the layers of a policy use the same guard. It is installed while one of them runs,
+and acts in that thread only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.kinds import Method, Nest, Op, Tensor
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.interop import op_calls, tf_private
 from tfamp.interop.op_calls import EagerOp
@@ -39,6 +40,7 @@ _POOLINGS = frozenset({"AvgPool3D", "MaxPool3D"})
 # Broadcasting ops that take the shape of the result, and those that broadcast all but two axes.
 _BY_A_SHAPE = frozenset({"BroadcastTo", "Tile"})
 _OF_MATRICES = frozenset({"BatchMatMulV2", "BatchMatMulV3"})
+_Shape: TypeAlias = tuple[int | None, ...]
 
 
 @dataclass(eq=False)
@@ -47,7 +49,7 @@ class _Guard(Scope):
 
     Attributes:
         device: Kind of TensorFlow's default device.
-        is_on: False for ops to run as they are given.
+        is_on: False for ops to run as they are called.
     """
 
     device: str
@@ -61,7 +63,7 @@ def enter(is_on: bool = True) -> Scope:
     """Puts the guard in force here, until `leave`; `guarded` does both.
 
     Args:
-        is_on: False to run ops as they are given, inside of another such block.
+        is_on: False to run ops as they are called, inside of another such block.
     """
     hooks.acquire()
     outer = _guards.innermost
@@ -87,7 +89,7 @@ def guarded(is_on: bool = True) -> Iterator[None]:
         leave(guard)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------
+# ---- Calls -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ class _Call:
         op: Its type.
         dtype: The low dtype.
         inputs: Its inputs, in the order of the op's definition; lists of tensors are lists.
-        attrs: Its attributes, as far as they were given.
+        attrs: Its attributes, as far as the caller passes them.
         device: Kind of the device that it runs on.
     """
 
     op: str
     dtype: str
-    inputs: Sequence[Any]
+    inputs: Sequence[Nest]
     attrs: Mapping[str, Any]
     device: str
 
@@ -114,12 +116,12 @@ class _Call:
         return OpCall(self.op, shapes, _output_shape(self, shapes), self.attrs)
 
 
-def _call_of(op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> _Call | None:
+def _call_of(op: str, inputs: Sequence[Nest], attrs: Mapping[str, Any]) -> _Call | None:
     """A call to look at; None for one without a low dtype, or outside of every guard."""
     guard = _guards.innermost if op in GUARDED_OPS else None
     if guard is None or not guard.is_on:
         return None
-    dtype = next((d for d in map(_low_dtype, _flat(inputs)) if d), "")
+    dtype = next(filter(None, map(_low_dtype, _flat(inputs))), "")
     if not dtype and isinstance(attrs.get("T"), tf.DType):
         dtype = _LOW.get(attrs["T"], "")  # An op with float32 inputs and low results.
     if not dtype:
@@ -128,7 +130,7 @@ def _call_of(op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> _Call 
     return _Call(op, dtype, inputs, attrs, device)
 
 
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
+def _flat(values: Sequence[Nest]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -147,12 +149,12 @@ def _low_dtype(value: Any) -> str:
     return _LOW.get(dtype.base_dtype, "") if isinstance(dtype, tf.DType) else ""
 
 
-def _shape(value: Any) -> tuple[int | None, ...] | None:
+def _shape(value: Any) -> _Shape | None:
     shape = tf.TensorShape(getattr(value, "shape", None))
     return None if shape.rank is None else tuple(shape.as_list())
 
 
-# For each op the input that holds its output's shape, or a part of it.
+# By op the input that holds its output's shape, or a part of it.
 _SIZES = {
     "Conv2DBackpropFilter": 1,
     "DepthwiseConv2dNativeBackpropFilter": 1,
@@ -161,7 +163,7 @@ _SIZES = {
 _REDUCTIONS = frozenset({"EuclideanNorm", "Mean", "Prod", "Sum"})
 
 
-def _output_shape(call: _Call, shapes: Sequence[Any]) -> tuple[int | None, ...] | None:
+def _output_shape(call: _Call, shapes: Sequence[_Shape | None]) -> _Shape | None:
     """The shape of an op's output before it runs, if its inputs are known; else None."""
     place = 1 if call.op in _REDUCTIONS else _SIZES.get(call.op)
     known = None if place is None else _static_integers(call.inputs[place])
@@ -176,19 +178,20 @@ def _output_shape(call: _Call, shapes: Sequence[Any]) -> tuple[int | None, ...] 
 
 
 def _static_integers(value: Any) -> tuple[int, ...] | None:
-    found = tf.get_static_value(value) if tf.is_tensor(value) else value
-    if found is None:
+    static = tf.get_static_value(value) if tf.is_tensor(value) else value
+    if static is None:
         return None
-    return tuple(int(each) for each in tf.nest.flatten(np.asarray(found).tolist()))
+    return tuple(map(int, tf.nest.flatten(np.asarray(static).tolist())))
 
 
 def _runs_in_float32(call: _Call) -> bool:
     """Whether a call must run in float32: its kernel adds up low, or there is none."""
-    inputs = op_inputs(call.op, call.device)
-    for given, value in zip(inputs, call.inputs, strict=False):
-        if given.floats and call.dtype not in given.floats and any(map(_low_dtype, _flat([value]))):
+    for op_input, value in zip(op_inputs(call.op, call.device), call.inputs, strict=False):
+        lacks_kernel = op_input.floats and call.dtype not in op_input.floats
+        if lacks_kernel and any(map(_low_dtype, _flat([value]))):
             return True
-    return kernels.fact_about(call.shapes(), call.dtype, call.device, onednn_dtypes()) is not None
+    fact = kernels.fact_about(call.shapes(), call.dtype, call.device, onednn_dtypes())
+    return fact is not None
 
 
 def _gradient_is_guarded(call: _Call) -> bool:
@@ -205,16 +208,17 @@ def _gradient_is_guarded(call: _Call) -> bool:
     return call.dtype in dtypes or lacks_kernel
 
 
-# ---- Ops -----------------------------------------------------------------------------------------
+# ---- Ops -------------------------------------------------------------------------------------
 
 
-def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any:
+def eager_op(original: Method, context: Any, op: str, name: str | None, *args: Any) -> Nest:
     """Runs an op in eager mode."""
     count = len(op_inputs(op)) if op in GUARDED_OPS else 0
     inputs, attrs = args[:count], args[count:]
+    call = None
     if count:
         attrs = tuple(op_calls.plain_attrs(op, attrs))
-    call = _call_of(op, inputs, dict(zip(attrs[::2], attrs[1::2], strict=True))) if count else None
+        call = _call_of(op, inputs, _by_name(attrs))
     if call is None:
         result = original(context, op, name, *args)
         if op == "Cast" and _guards.innermost is not None:
@@ -236,10 +240,15 @@ def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any
     return result
 
 
-def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
+def _by_name(attrs: Sequence[Any]) -> dict[str, Any]:
+    """Attributes by name, from names and values alternately."""
+    return dict(zip(attrs[::2], attrs[1::2], strict=True))
+
+
+def graph_op(original: Method, op: str, name: str | None = None, **keywords: Any) -> Any:
     """Adds an op to a graph."""
-    names = [each.name for each in op_inputs(op)] if op in GUARDED_OPS else []
-    inputs = [keywords.get(each) for each in names]
+    names = [op_input.name for op_input in op_inputs(op)] if op in GUARDED_OPS else []
+    inputs = [keywords.get(input_name) for input_name in names]
     kinds = tf_private.attr_kinds(op) if names else {}
     attrs = {
         key: tf.as_dtype(value) if kinds.get(key) == "type" and value is not None else value
@@ -252,47 +261,54 @@ def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
     if _runs_in_float32(call):
         if (exact := _sum_of_bias_gradient(call)) is not None:
             # Callers read the attributes of the op itself, which nothing uses then.
-            structure, is_stateful, made, _ = original(op, name, **keywords)
+            structure, is_stateful, operation, _ = original(op, name, **keywords)
             setattr(exact, _RECORDED, True)
-            return structure, is_stateful, made, [exact]
+            return structure, is_stateful, operation, [exact]
         raised = {key: _raised(value, call.dtype) for key, value in attrs.items()}
-        given = dict(zip(names, _cast_up(call, inputs), strict=True))
-        structure, is_stateful, made, outputs = original(op, name, **given, **raised)
-        _record(made, None)
-        return structure, is_stateful, made, [_lowered(each, call.dtype) for each in outputs]
-    structure, is_stateful, made, outputs = original(op, name, **keywords)
+        cast_inputs = dict(zip(names, _cast_up(call, inputs), strict=True))
+        structure, is_stateful, operation, outputs = original(op, name, **cast_inputs, **raised)
+        _record(operation, None)
+        low_outputs = [_lowered(output, call.dtype) for output in outputs]
+        return structure, is_stateful, operation, low_outputs
+    structure, is_stateful, operation, outputs = original(op, name, **keywords)
     if _gradient_is_guarded(call):
-        _record(made, call)
-    return structure, is_stateful, made, outputs
+        _record(operation, call)
+    return structure, is_stateful, operation, outputs
 
 
-def record_gradient(original: Any, op: str, inputs: Any, attrs: Any, outputs: Any) -> None:
+def record_gradient(
+    original: Method,
+    op: str,
+    inputs: Sequence[Tensor],
+    attrs: Sequence[Any],
+    outputs: Sequence[Tensor],
+) -> None:
     """Records an op on tapes, as the callers of `graph_op` do, unless that was done here.
 
     It may be an op that `graph_op` did not make, as those are that vectorize a function.
     """
-    if any(getattr(each, _RECORDED, False) for each in outputs):
+    if any(getattr(output, _RECORDED, False) for output in outputs):
         return
     if op in GUARDED_OPS and all(map(tf.is_symbolic_tensor, outputs)):
-        call = _call_of(op, list(inputs), dict(zip(attrs[::2], attrs[1::2], strict=True)))
+        call = _call_of(op, list(inputs), _by_name(attrs))
         if call is not None and _gradient_is_guarded(call):
             _record(outputs[0].op, call)
             return
     original(op, inputs, attrs, outputs)
 
 
-def custom_gradient(original: Any, f: Any, args: Any, kwargs: Any) -> Any:
+def custom_gradient(original: Method, f: Method, args: Any, kwargs: Any) -> Nest:
     """Runs a custom gradient, which may recompute the forward pass, as the guard here says."""
     guard = _guards.innermost
     if guard is None:
         return original(f, args, kwargs)
 
     @functools.wraps(f)
-    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Nest, Method]:
         result, grad_fn = f(*args, **kwargs)
 
         @functools.wraps(grad_fn)
-        def gradient(*upstream: Any, **variables: Any) -> Any:
+        def gradient(*upstream: Tensor, **variables: Any) -> Nest:
             with guarded(guard.is_on):
                 return grad_fn(*upstream, **variables)
 
@@ -303,13 +319,13 @@ def custom_gradient(original: Any, f: Any, args: Any, kwargs: Any) -> Any:
     return original(with_gradient, args, kwargs)
 
 
-def function_context(original: Any, *args: Any, **kwargs: Any) -> Any:
+def function_context(original: Method, *args: Any, **kwargs: Any) -> Any:
     """Adds the guard to the cache key of a function's traces."""
-    made, guard = original(*args, **kwargs), _guards.innermost
+    key, guard = original(*args, **kwargs), _guards.innermost
     if guard is None or not guard.is_on:
-        return made
-    eager = made.context._replace(xla_context_id=(made.context.xla_context_id, "guarded"))
-    return type(made)(eager, made.scope_type)
+        return key
+    context = key.context._replace(xla_context_id=(key.context.xla_context_id, "guarded"))
+    return type(key)(context, key.scope_type)
 
 
 hooks = Patch(
@@ -321,38 +337,40 @@ hooks = Patch(
 )
 
 
-def _record(made: Any, call: _Call | None) -> None:
+def _record(operation: Op | EagerOp, call: _Call | None) -> None:
     """Records an op on the tapes; with a call its gradient runs under the guard."""
-    inputs, outputs = list(made.inputs), list(made.outputs)
+    inputs, outputs = list(operation.inputs), list(operation.outputs)
     # With a call before the operation gets `backward`. Ops that have gradients only.
-    gradient = None if call is None else op_calls.gradient_function(made)
+    gradient = None if call is None else op_calls.gradient_function(operation)
 
-    def backward(*upstream: Any) -> list[Any]:
+    def backward(*upstream: Tensor) -> list[Tensor]:
         if gradient is None:
-            return _listed(op_calls.gradient_function(made)(made, *upstream))
+            return _listed(op_calls.gradient_function(operation)(operation, *upstream))
         with guarded():
-            return list(map(_summed, _listed(gradient(made, *upstream)), inputs))
+            return list(map(_summed, _listed(gradient(operation, *upstream)), inputs))
 
-    if call is not None and isinstance(made, tf.Operation):
-        op_calls.set_gradient(made, backward)
-    for each in outputs:
-        setattr(each, _RECORDED, True)
-    op_calls.record(made.type, inputs, outputs, backward)
+    if call is not None and isinstance(operation, tf.Operation):
+        op_calls.set_gradient(operation, backward)
+    for output in outputs:
+        setattr(output, _RECORDED, True)
+    op_calls.record(operation.type, inputs, outputs, backward)
 
 
-def _listed(gradients: Any) -> list[Any]:
+def _listed(gradients: Nest) -> list[Tensor]:
     return list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
 
 
-def _summed(gradient: Any, value: Any) -> Any:
+def _summed(gradient: Tensor, value: Tensor) -> Tensor:
     """The sum of a gradient's slices, unless the next gradient adds them up in float32.
 
     That is the gradient of a Cast, such as a variable's: it keeps the slices.
     """
     if not isinstance(gradient, tf.IndexedSlices) or not _low_dtype(gradient.values):
         return gradient
-    symbolic = tf.is_symbolic_tensor(value)
-    is_cast = value.op.type in _SLICED if symbolic else getattr(value, _CAST, False)
+    if tf.is_symbolic_tensor(value):
+        is_cast = value.op.type in _SLICED
+    else:
+        is_cast = getattr(value, _CAST, False)
     if is_cast or gradient.dense_shape is None:
         return gradient
     rows = gradient.dense_shape[0]
@@ -362,7 +380,7 @@ def _summed(gradient: Any, value: Any) -> Any:
 _SLICED = frozenset({"Cast", "ReadVariableOp"})
 
 
-def _sum_of_bias_gradient(call: _Call) -> Any:
+def _sum_of_bias_gradient(call: _Call) -> Tensor | None:
     """The gradient of a bias by Sum, if that is exact in the low dtype; else None."""
     facts = kernels.facts_of(call.op, call.dtype, call.device, onednn_dtypes())
     if not any(fact.instead == "Sum" for fact in facts):
@@ -377,45 +395,45 @@ def _sum_of_bias_gradient(call: _Call) -> Any:
     return _lowered(total, call.dtype)
 
 
-# ---- Casts ---------------------------------------------------------------------------------------
+# ---- Casts -----------------------------------------------------------------------------------
 
 
-def _cast_up(call: _Call, inputs: Sequence[Any]) -> list[Any]:
-    def cast(value: Any) -> Any:
+def _cast_up(call: _Call, inputs: Sequence[Nest]) -> list[Nest]:
+    def cast(value: Nest) -> Nest:
         if isinstance(value, (list, tuple)):
-            return [cast(each) for each in value]
+            return [cast(item) for item in value]
         return _cast(value, tf.float32) if _low_dtype(value) == call.dtype else value
 
     return [cast(value) for value in inputs]
 
 
-def _lowered(result: Any, dtype: str) -> Any:
+def _lowered(result: Nest, dtype: str) -> Nest:
     """The float32 results of an op, cast down."""
     if isinstance(result, (list, tuple)):
-        return [_lowered(each, dtype) for each in result]
+        return [_lowered(output, dtype) for output in result]
     if result.dtype != tf.float32:
         return result
-    lowered = _cast(result, tf.as_dtype(dtype))
-    setattr(lowered, _RECORDED, True)
-    return lowered
+    low = _cast(result, tf.as_dtype(dtype))
+    setattr(low, _RECORDED, True)
+    return low
 
 
-def _cast(value: Any, dtype: tf.DType) -> Any:
+def _cast(value: Any, dtype: tf.DType) -> Tensor:
     # Not tf.cast, which autocast takes for a user's.
     return tf.raw_ops.Cast(x=tf.convert_to_tensor(value), DstT=dtype)
 
 
-def _tensors(call: _Call) -> list[Any]:
+def _tensors(call: _Call) -> list[Nest]:
     """The inputs of a call as tensors, as the fallback for others uses the original inputs."""
 
-    def convert(value: Any, given: OpInput) -> Any:
-        if given.is_list and isinstance(value, (list, tuple)):
-            return [convert(each, given) for each in value]
+    def convert(value: Any, op_input: OpInput) -> Nest:
+        if op_input.is_list and isinstance(value, (list, tuple)):
+            return [convert(item, op_input) for item in value]
         if isinstance(value, tf.Tensor):
             return value
-        if given.dtype is None and given.floats:
+        if op_input.dtype is None and op_input.floats:
             return tf.convert_to_tensor(value, call.dtype)
-        return op_calls.as_tensor(value, given)
+        return op_calls.as_tensor(value, op_input)
 
     return [*map(convert, call.inputs, op_inputs(call.op))]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from tfamp.core import options
+from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -25,9 +26,9 @@ from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, run
 from tfamp.interop.keras_saving import (
     INNER_SETTINGS,
     RestoresInner,
-    own_settings,
     read_by_saving,
     read_optimizer,
+    wrapper_settings,
 )
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
@@ -37,17 +38,18 @@ from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
+_Observer: TypeAlias = Callable[[list[Tensor], list[Variable], Tensor | None, Tensor], None]
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
 class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
     """Wraps a Keras optimizer with loss scaling, so that float16 gradients do not underflow.
 
-    The loss is multiplied by a scale before the gradients are taken and the gradients are divided
-    by it before they are applied. A step in which any gradient on any replica is inf or NaN is
-    skipped: no weight, no slot variable, no moving average and no iteration count changes, and
-    the scale backs off. After `dynamic_growth_steps` finite steps in a row it grows. It never
-    leaves [`min_scale`, `max_scale`].
+    The loss is multiplied by a scale before the gradients are taken and the gradients are
+    divided by it before they are applied. A step in which any gradient on any replica is inf or
+    NaN is skipped: no weight, no slot variable, no moving average and no iteration count
+    changes, and the scale backs off. After `dynamic_growth_steps` finite steps in a row it
+    grows. It never leaves [`min_scale`, `max_scale`].
 
     `model.fit` needs nothing else. In a custom loop scale the loss with `get_scaled_loss`, take
     the gradients, and either pass them to `apply_gradients` as they are or unscale them first
@@ -61,7 +63,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         inner_optimizer: The `keras.optimizers.Optimizer` to wrap. It is not modified.
         loss_scale: A `FixedLossScale` or `DynamicLossScale`; a number means a fixed scale. None
             builds a `DynamicLossScale` from the arguments below.
-        dynamic: False keeps the scale at `initial_scale`; steps that overflow are still skipped.
+        dynamic: False keeps the scale at `initial_scale`; overflowing steps are still skipped.
         initial_scale: Scale of the first step; None, as in Keras 2, means the default.
         dynamic_growth_steps: Finite steps in a row before the scale grows; None: the default.
         growth_factor: Growth factor of the scale, greater than 1.
@@ -76,23 +78,23 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         weight_rounding: Alternative to master weights for float16 and bfloat16 variables, whose
             small updates rounding to nearest would lose. "stochastic" rounds to one of the two
             neighbours at random, unbiased. "split", for bfloat16, stores the lower 16 bits of a
-            float32 master next to the weight, its upper 16 bits: training equals `master_weights`
-            bit for bit, in 4 bytes a weight instead of 6. float32 variables are updated as usual.
-            Supported by Keras's SGD, Adam, AdamW, Lion and Adafactor.
-        slots: With `weight_rounding`, the dtype of the inner optimizer's slots for low-precision
-            variables: "bfloat16", "float16" or "float32"; the first two are rounded
-            stochastically. None is "float32" for "split", else "bfloat16".
-        grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips the
-            unscaled gradients, summed over the replicas, all together.
+            float32 master next to the weight, its upper 16 bits: training equals
+            `master_weights` bit for bit, in 4 bytes a weight instead of 6. float32 variables
+            are updated as usual. Supported by Keras's SGD, Adam, AdamW, Lion and Adafactor.
+        slots: With `weight_rounding`, the dtype of the inner optimizer's slots for
+            low-precision variables: "bfloat16", "float16" or "float32"; the first two are
+            rounded stochastically. None is "float32" for "split", else "bfloat16".
+        grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips
+            the unscaled gradients, summed over the replicas, all together.
         name: Name of the optimizer.
 
     Raises:
-        TypeError: `inner_optimizer` is not a Keras optimizer, or an argument has the wrong type.
+        TypeError: `inner_optimizer` is not a Keras optimizer, or an argument has a wrong type.
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
             `weight_rounding` with `master_weights` or another optimizer, or `slots` without
-            `weight_rounding`, or `dynamic=False` with an argument that only a changing scale has.
+            `weight_rounding`, or `dynamic=False` with an argument for a changing scale.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -105,9 +107,9 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
     """
 
     # Called by `apply` with gradients, variables, the remaining divisor of the gradients (None:
-    # unscaled) and whether all are finite. A NumericsMonitor adds one while it records; functions
-    # traced before do not call it.
-    gradient_observers: tuple[Callable[[list[Any], list[Any], Any, Any], None], ...] = ()
+    # unscaled) and whether all are finite. A NumericsMonitor adds one while it records;
+    # functions traced before do not call it.
+    gradient_observers: tuple[_Observer, ...] = ()
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
     def _create_variables(self) -> None:
         """Creates the state variables; checkpoints find them by the names of the attributes."""
-        # Not in build: a function traced before the first apply would hold the scale as a constant.
+        # Not in build: a function traced before the first apply would hold a constant scale.
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", self.initial_scale)
         self.step_counter = self._scalar("step_counter", "int", 0)
         self._skipped = self._scalar("skipped_steps", "int", 0)
@@ -181,7 +183,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
     @staticmethod
     def _make_in_use() -> keras.Variable:
-        """A flag whether losses are scaled, which is a fact of the program and not of its state.
+        """A flag whether losses are scaled, a fact of the program and not of its state.
 
         It is in no file: a loop that scales nothing may go on from a `fit` that does.
         """
@@ -189,25 +191,26 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
-            return (MasterWeights if self.master_weights else PlainWeights)(self.inner_optimizer)
-        # Python's generator, which `keras.utils.set_random_seed` seeds, as Keras draws its seeds.
-        # In checkpoints, so that a resumed run rounds alike.
+            kind = MasterWeights if self.master_weights else PlainWeights
+            return kind(self.inner_optimizer)
+        # Python's generator, which `keras.utils.set_random_seed` seeds, as Keras draws its
+        # seeds. In checkpoints, so that a resumed run rounds alike.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
         return RoundedWeights(self.inner_optimizer, *how, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
         start = keras.initializers.Constant(value)
-        # Every replica assigns the same value to its own copy: nothing is all-reduced.
+        # Every replica assigns the same value to its copy: nothing is all-reduced.
         return self.add_variable((), initializer=start, dtype=dtype, aggregation="none", name=name)
 
-    # ---- Building --------------------------------------------------------------------------------
+    # ---- Building ----------------------------------------------------------------------------
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the inner optimizer's variables.
 
         Args:
-            var_list: The trainable variables. An empty list does nothing: the first apply builds
-                the optimizer then.
+            var_list: The trainable variables. An empty list does nothing: the first apply
+                builds the optimizer then.
         """
         # Keras builds with an empty list when it loads a compiled model from an .h5 file. Built
         # for no variables, the optimizer would refuse the model's.
@@ -246,7 +249,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         """
         self.stored_weights.finalize(var_list)
 
-    # ---- Scaling ---------------------------------------------------------------------------------
+    # ---- Scaling -----------------------------------------------------------------------------
 
     @as_written
     def get_scaled_loss(self, loss: _Loss) -> _Loss:
@@ -268,7 +271,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             16.0
         """
         if callable(loss) and not keras.ops.is_tensor(loss):
-            compute: Callable[[], Any] = loss
+            compute: Callable[[], Tensor] = loss
             return lambda: self.scale_loss(compute())  # type: ignore[return-value]
         return self.scale_loss(loss)
 
@@ -294,8 +297,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         """Divides gradients of a scaled loss by the current scale.
 
         The gradients are checked here and the result is stored until the next apply, so that
-        changing them in between, by clipping for example, cannot hide an overflow. May be called
-        several times before one apply, for the gradients of several backward passes.
+        changing them in between, by clipping for example, cannot hide an overflow. May be
+        called several times before one apply, for the gradients of several backward passes.
 
         Args:
             grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
@@ -318,7 +321,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             self.scaling_warnings.before_unscaling()
         return self.gradient_record.unscale(self, grads)
 
-    # ---- Applying --------------------------------------------------------------------------------
+    # ---- Applying ----------------------------------------------------------------------------
 
     @as_written
     def minimize(
@@ -327,8 +330,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         """Scales the loss, takes its gradients and applies them.
 
         Args:
-            loss: A function without arguments that returns the loss, or the loss itself, computed
-                under `tape`.
+            loss: A function without arguments that returns the loss, or the loss itself,
+                computed under `tape`.
             var_list: The variables to update.
             tape: The tape that recorded `loss`, if `loss` is a tensor.
 
@@ -339,8 +342,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         is_function = callable(loss) and not ops.is_tensor(loss)
         if not is_function and tape is None:
             raise ValueError(
-                "minimize needs the tape that recorded the loss, or the loss as a function without "
-                "arguments; got a loss tensor and tape=None."
+                "minimize needs the tape that recorded the loss, or the loss as a function "
+                "without arguments; got a loss tensor and tape=None."
             )
         # The tape is entered again to record the multiplication.
         with tape or tf.GradientTape() as recording:
@@ -363,8 +366,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             `iterations`, as Keras's optimizers do.
 
         Raises:
-            ValueError: All gradients are missing, or a shape does not match its variable, or the
-                optimizer was built for other variables.
+            ValueError: All gradients are missing, or a shape does not match its variable, or
+                the optimizer was built for other variables.
             TypeError: An element is not a pair of a float gradient and a variable.
         """
         grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
@@ -391,8 +394,9 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             ValueError: As in `apply_gradients`, or called outside a replica.
             TypeError: As in `apply_gradients`.
         """
-        given = self._trainable_variables if trainable_variables is None else trainable_variables
-        grads, variables = list(grads), list(given)
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        grads, variables = list(grads), list(trainable_variables)
         gradient_lib.check_gradients(grads, variables)
         check_in_replica()
         if not self.built:
@@ -416,7 +420,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
         skipped_steps.note_step(self)
 
-    def _check_known(self, variables: list[Any]) -> None:
+    def _check_known(self, variables: list[Variable]) -> None:
         # Some releases of Keras fail while they format this message.
         for variable in variables:
             if self._var_key(variable) not in self._trainable_variables_indices:
@@ -431,7 +435,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         """Whether the scale is ever another than 1."""
         return self.dynamic or self.initial_scale != 1.0
 
-    def _record_step(self, finite: Any) -> None:
+    def _record_step(self, finite: Tensor) -> None:
         """Updates the loss scale and its counters after a step with finite gradients or not."""
         counters = self.step_counter, self._skipped, self._consecutive
         scaling.advance(LossScaleState(self.dynamic_scale, *counters), self.rule, finite)
@@ -469,20 +473,21 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             gradients = Gradients(list(grads), self._trainable_variables, scale).unscaled()
             finite = gradients.all_finite()
             self._record_step(finite)
-        own_values = [scope.get_current_value(variable) for variable in self._variables]
+        new_state = [scope.get_current_value(variable) for variable in self._variables]
 
-        def update() -> Any:
-            own = inner_values, gradients.values, trainable_variables
-            return self.inner_optimizer.stateless_apply(*own)
+        def update() -> tuple[list[Tensor], list[Tensor]]:
+            return self.inner_optimizer.stateless_apply(
+                inner_values, gradients.values, trainable_variables
+            )
 
         new_trainable, new_inner = ops.cond(
             ops.logical_or(finite, not self.rule.skip_nonfinite),
             update,
             lambda: (list(trainable_variables), inner_values),
         )
-        return new_trainable, own_values + list(new_inner)
+        return new_trainable, new_state + list(new_inner)
 
-    # ---- State -----------------------------------------------------------------------------------
+    # ---- State -------------------------------------------------------------------------------
 
     def get_scale(self) -> Any:
         """Returns the current loss scale to scale a loss with, a scalar float32 tensor.
@@ -525,8 +530,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         Raises:
             AttributeError: The inner optimizer is a single one; these callbacks test for it.
         """
-        found: list[keras.optimizers.Optimizer] = self.inner_optimizer.optimizers
-        return found
+        parts: list[keras.optimizers.Optimizer] = self.inner_optimizer.optimizers
+        return parts
 
     @property
     def iterations(self) -> Any:
@@ -555,8 +560,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
     def last_gradient_norm(self) -> Any:
         """Norm of the last step's unscaled gradients before clipping, of `grad_clip`'s type.
 
-        A scalar float32 tensor: the norm of the sum over the replicas, not finite if the step was
-        skipped. None without `grad_clip`.
+        A scalar float32 tensor: the norm of the sum over the replicas, not finite if the step
+        was skipped. None without `grad_clip`.
         """
         return None if self._norm is None else as_tensor(self._norm)
 
@@ -566,7 +571,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         stored = self.stored_weights
         return stored.masters if isinstance(stored, MasterWeights) else []
 
-    # ---- Saving ----------------------------------------------------------------------------------
+    # ---- Saving ------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serializable."""
@@ -583,7 +588,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         }
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the state from a Keras file, also from one that the inner optimizer saved alone.
+        """Loads the state from a Keras file, also one that the inner optimizer saved alone.
 
         Args:
             store: The saved variables by number, as Keras gives them.
@@ -606,8 +611,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
         Args:
             config: The configuration, or one of a `keras.optimizers.LossScaleOptimizer` of any
-                release of Keras 3, or of Keras 2 and tf_keras. The inner optimizer may be a name
-                that `keras.optimizers.get` takes, such as "adam".
+                release of Keras 3, or of Keras 2 and tf_keras. The inner optimizer may be a
+                name that `keras.optimizers.get` takes, such as "adam".
             custom_objects: Names of user-defined classes of the inner optimizer.
 
         Returns:
@@ -617,8 +622,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             TypeError: It has no inner optimizer.
 
         Warns:
-            TfampWarning: It has a setting of an optimizer, such as `clipnorm`, that Keras's wrapper
-                does not apply either.
+            TfampWarning: It has a setting of an optimizer, such as `clipnorm`, that Keras's
+                wrapper does not apply either.
 
         Example:
             >>> import keras, tfamp
@@ -627,12 +632,11 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = own_settings(config)
+        arguments = wrapper_settings(config)
         if "optimizer" in arguments:
             arguments["inner_optimizer"] = arguments.pop("optimizer")
             arguments["loss_scale"] = loss_scale_of_keras_2(arguments["loss_scale"])
-        inner = arguments.pop("inner_optimizer", None)
-        inner = read_optimizer(inner, custom_objects)
+        inner = read_optimizer(arguments.pop("inner_optimizer", None), custom_objects)
         if isinstance(saved := arguments.pop("loss_scale", None), Mapping):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             saved = kind(**saved)
@@ -648,8 +652,8 @@ def _inner_setting(name: str) -> property:
     def refuse(self: LossScaleOptimizer, value: Any) -> None:
         if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
             raise AttributeError(
-                f"{name} is a setting of the optimizer inside {self.name}; got {value!r}. Set it "
-                f"there: optimizer.inner_optimizer.{name} = {value!r}"
+                f"{name} is a setting of the optimizer inside {self.name}; got {value!r}. Set "
+                f"it there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
     return property(read, refuse, doc=f"The inner optimizer's `{name}`; set it there.")
@@ -668,12 +672,12 @@ def continue_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> N
         optimizer.step_counter.assign(other.step_counter)
 
 
-def _or_default(given: Any, default: Any) -> Any:
-    return default if given is None else given
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _check_features(
-    inner: Any, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
+    inner: Optimizer, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
 ) -> None:
     """Raises if the inner optimizer or Keras's backend does not support a feature."""
     of_sums = options.checked_flag("aggregate_in_float16", in_float16) or clip is not None
@@ -686,8 +690,8 @@ def _check_features(
         )
     if of_sums and inner.gradient_accumulation_steps:
         raise ValueError(
-            f"{inner.name} has gradient_accumulation_steps={inner.gradient_accumulation_steps}: "
-            "grad_clip and aggregate_in_float16 would act on the gradients of every micro-batch "
-            "instead of their mean. Create it without, and accumulate with "
-            "tfamp.GradientAccumulator."
+            f"{inner.name} has "
+            f"gradient_accumulation_steps={inner.gradient_accumulation_steps}: grad_clip and "
+            "aggregate_in_float16 would act on the gradients of every micro-batch instead of "
+            "their mean. Create it without, and accumulate with tfamp.GradientAccumulator."
         )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tfamp.core import dtypes
 from tfamp.core.foreign import advice, described
+from tfamp.core.kinds import DType
 from tfamp.core.options import checked_flag, nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
@@ -25,27 +25,29 @@ POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
 class Policy:
     """The dtypes that layers compute in and store variables in, and the layers that stay float32.
 
-    A policy is an immutable, hashable value, equal to any other with the same contents. Put it in
-    force with `tfamp.set_global_policy` or `tfamp.policy_scope`.
+    A policy is an immutable, hashable value, equal to any other with the same contents. Put it
+    in force with `tfamp.set_global_policy` or `tfamp.policy_scope`.
 
     Args:
-        name: "mixed_float16" or "mixed_bfloat16": layers compute in the low dtype, variables are
-            float32. "float16", "bfloat16", "float32" or "float64": everything in that dtype.
-            "auto": resolved at once for this machine to "mixed_bfloat16", "mixed_float16" or
-            "float32"; `tfamp doctor` explains the choice.
-        float32_layers: Layer classes, or names of layer classes, that stay float32 under a mixed
-            policy, subclasses and sublayers included, in addition to BatchNormalization and
-            preprocessing layers such as Normalization. The empty tuple keeps none, not even these.
+        name: "mixed_float16" or "mixed_bfloat16": layers compute in the low dtype, variables
+            are float32. "float16", "bfloat16", "float32" or "float64": everything in that
+            dtype. "auto": resolved at once for this machine to "mixed_bfloat16",
+            "mixed_float16" or "float32"; `tfamp doctor` explains the choice.
+        float32_layers: Layer classes, or names of layer classes, that stay float32 under a
+            mixed policy, subclasses and sublayers included, in addition to BatchNormalization
+            and preprocessing layers such as Normalization. The empty tuple keeps none, not even
+            these.
         float32_outputs: Whether models return float32 under a mixed policy.
 
     Attributes:
         name: The name, never "auto".
         float32_layers: Tuple of the classes and names kept, BatchNormalization first.
-        float32_outputs: As given.
+        float32_outputs: As in the arguments.
 
     Raises:
         ValueError: `name` is none of the names above.
-        TypeError: An argument has the wrong type, or a class is not of Keras 3, such as tf_keras's.
+        TypeError: An argument has the wrong type, or a class is not of Keras 3, such as
+            tf_keras's.
 
     Example:
         >>> policy = Policy("mixed_float16")
@@ -90,7 +92,8 @@ class Policy:
 
         Args:
             layer_class: A layer class; it is kept if it or any of its base classes is in
-                `float32_layers`, by identity or by name, or is one of Keras's preprocessing layers.
+                `float32_layers`, by identity or by name, or is one of Keras's preprocessing
+                layers.
 
         Returns:
             True under a mixed policy that keeps the class, else False.
@@ -117,7 +120,7 @@ def prepares_data(layer_class: type) -> bool:
     )
 
 
-def low_dtype(dtype: Any) -> str | None:
+def low_dtype(dtype: DType | None) -> str | None:
     """Returns the low dtype that an argument means, as `core.dtypes.given_low_dtype` reads it.
 
     None and "auto" mean the compute dtype of the policy "auto". Returns None for float32.
@@ -128,19 +131,19 @@ def low_dtype(dtype: Any) -> str | None:
 
 def _resolved_name(name: object) -> str:
     if not isinstance(name, str):
-        own = getattr(name, "name", None)  # a policy has one
-        hint = f" Give its name, {own!r}." if own in POLICY_NAMES else ""
+        policy_name = getattr(name, "name", None)  # of a policy
+        hint = f" Give its name, {policy_name!r}." if policy_name in POLICY_NAMES else ""
         raise TypeError(
             f"name must be a string, one of {', '.join(POLICY_NAMES)}; got {name!r} of type "
             f"{type(name).__name__}.{hint}"
         )
-    mode, is_quantized, own = name.partition("_from_")
-    if is_quantized and own in POLICY_NAMES:
+    mode, is_quantized, float_name = name.partition("_from_")
+    if is_quantized and float_name in POLICY_NAMES:
         raise ValueError(
-            f"{name!r} is the policy of layers that Keras has quantized, and a tfamp.Policy is not "
-            f"quantized: give {own!r}, and quantize the finished model with "
-            f"model.quantize({mode.partition('/')[0]!r}). Levels and policies keep its quantized "
-            "layers."
+            f"{name!r} is the policy of layers that Keras has quantized, and a tfamp.Policy is "
+            f"not quantized: give {float_name!r}, and quantize the finished model with "
+            f"model.quantize({mode.partition('/')[0]!r}). Levels and policies keep its "
+            "quantized layers."
         )
     if name not in POLICY_NAMES:
         raise ValueError(
@@ -160,8 +163,8 @@ def _normalised_layers(layers: object) -> tuple[type | str, ...]:
             "float32_layers must be a sequence of layer classes or their names, such as "
             f"(keras.layers.LayerNormalization,); got {layers!r}."
         )
-    given = tuple(layers)
-    for layer in given:
+    kept = tuple(layers)
+    for layer in kept:
         if not isinstance(layer, str | type):
             raise TypeError(
                 "float32_layers must hold layer classes or their names; got "
@@ -172,5 +175,7 @@ def _normalised_layers(layers: object) -> tuple[type | str, ...]:
                 "float32_layers must hold layer classes of Keras 3, or their names; got "
                 f"{described(layer)} No layer of Keras 3 is an instance of it."
             )
-    # dict.fromkeys: without duplicates, in the order given.
-    return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *given))) if given else ()
+    if not kept:
+        return ()
+    # Without duplicates, in the order of the argument.
+    return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *kept)))

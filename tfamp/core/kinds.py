@@ -6,6 +6,7 @@ of them, so each name is an alias of `Any`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 # Values.
@@ -33,3 +34,6 @@ Graph: TypeAlias = Any  # A `tf.Graph`, also a `FuncGraph`.
 Op: TypeAlias = Any  # A `tf.Operation` in a graph.
 Trace: TypeAlias = Any  # A concrete function.
 Function: TypeAlias = Any  # A `tf.function`.
+
+# Callables.
+Method: TypeAlias = Callable[..., Any]  # A method of any signature, as a wrapper calls it.

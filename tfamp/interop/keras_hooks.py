@@ -11,12 +11,26 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedBackendError
+from tfamp.core.kinds import (
+    Functional,
+    KerasNode,
+    KerasPolicy,
+    Layer,
+    Method,
+    Model,
+    Nest,
+    Operation,
+    Optimizer,
+    Tensor,
+    Variable,
+)
 from tfamp.interop.patching import Patch, foreign, foreign_symbol, wrap_method
 
 _POLICY = "dtype_policy"
@@ -24,19 +38,27 @@ _SEEDS = "global_seed_generator"
 _STATE = "keras.src.backend.common.global_state"
 _VARIABLES = "keras.src.backend.common.variables"
 
+# A generator of Keras's for random numbers.
+Generator: TypeAlias = Any
+# A context that sets the dtype in which variables are read.
+Reading: TypeAlias = contextlib.AbstractContextManager[None]
 
-def policy_source(read: Callable[[], Any], store: Callable[[Any], bool]) -> Patch:
+
+def policy_source(
+    read: Callable[[], KerasPolicy],
+    store: Callable[[KerasPolicy], bool],
+) -> Patch:
     """Returns a patch: Keras gets its policy from `read`, and gives one that is set to `store`.
 
-    Keras keeps its policy in a thread-local, which cannot be set for another thread. `read` returns
-    None for Keras's own policy; `store` is called in the thread that set it, and returns whether it
-    stored the policy instead of Keras.
+    Keras keeps its policy in a thread-local, which cannot be set for another thread. `read`
+    returns None where Keras's holds; `store` is called in the thread that set it, and
+    returns whether it stored the policy instead of Keras.
     """
 
     class GlobalState:
-        """Replaces Keras's global-state module, also for functions that were imported before."""
+        """Replaces Keras's global-state module, also for functions imported from it before."""
 
-        def __init__(self, module: Any) -> None:
+        def __init__(self, module: ModuleType) -> None:
             self._module = module
 
         def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -55,16 +77,16 @@ def policy_source(read: Callable[[], Any], store: Callable[[Any], bool]) -> Patc
     return Patch(policy_module=GlobalState)
 
 
-def thread_policy() -> Any:
-    """Keras's own policy of this thread as Keras stores it, None if none is stored yet.
+def thread_policy() -> KerasPolicy:
+    """Keras's policy of this thread as Keras stores it, None if none is stored yet.
 
     Symbol: `keras.src.backend.common.global_state.get_global_attribute`.
     """
     return foreign(f"{_STATE}:get_global_attribute")(_POLICY)
 
 
-def set_thread_policy(policy: Any) -> None:
-    """Stores Keras's own policy of this thread; None as if it had never been set.
+def set_thread_policy(policy: KerasPolicy) -> None:
+    """Stores Keras's policy of this thread; None as if it had never been set.
 
     Symbol: `keras.src.backend.common.global_state.set_global_attribute`.
 
@@ -75,14 +97,14 @@ def set_thread_policy(policy: Any) -> None:
 
 
 def session() -> Any:
-    """An object that identifies Keras's session; `keras.utils.clear_session` begins another one.
+    """An object that identifies Keras's session; `keras.utils.clear_session` begins a new one.
 
     Symbol: `keras.src.backend.common.global_state.GLOBAL_STATE_TRACKER`.
     """
     return foreign(f"{_STATE}:GLOBAL_STATE_TRACKER")
 
 
-def global_seed_generator() -> Any:
+def global_seed_generator() -> Generator | None:
     """Keras's generator for unseeded random numbers in this thread; None before its first use.
 
     Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
@@ -90,7 +112,7 @@ def global_seed_generator() -> Any:
     return foreign(f"{_STATE}:get_global_attribute")(_SEEDS)
 
 
-def set_global_seed_generator(generator: Any) -> None:
+def set_global_seed_generator(generator: Generator | None) -> None:
     """Restores this thread's generator that `global_seed_generator` returned."""
     foreign(f"{_STATE}:set_global_attribute")(_SEEDS, generator)
 
@@ -101,7 +123,7 @@ def averages_activity_losses() -> bool:
     return tuple(int(part) for part in release) >= (3, 14)
 
 
-def calling_layers() -> list[Any]:
+def calling_layers() -> list[Layer]:
     """The layers that this thread is calling, building or tracing, the outermost first.
 
     Symbol: "name_scope_stack" in `keras.src.backend.common.global_state`, whose entries have a
@@ -112,12 +134,12 @@ def calling_layers() -> list[Any]:
     return [caller for caller in callers if isinstance(caller, keras.Layer)]
 
 
-def functional_class() -> Any:
+def functional_class() -> type[Functional]:
     """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
     return foreign("keras.src.models.functional:Functional")
 
 
-def exported_inputs(model: Any) -> Any:
+def exported_inputs(model: Model) -> Nest:
     """Input specs that `export` uses; None for a model that was never called.
 
     Symbol: `keras.src.export.export_utils.get_input_signature`.
@@ -128,7 +150,7 @@ def exported_inputs(model: Any) -> Any:
         return None
 
 
-def functional_of(model: Any) -> Any:
+def functional_of(model: Model) -> Functional | None:
     """The Functional behind a Sequential, None before it is built.
 
     Symbol: `Sequential._functional`.
@@ -136,76 +158,78 @@ def functional_of(model: Any) -> Any:
     return keras_symbol(model, "_functional")
 
 
-def first_method_of_call(layer: Any) -> str:
-    """Name of the first method in a call, before inputs are cast: `Layer._check_super_called`."""
+def first_method_of_call(layer: Layer) -> str:
+    """Name of the first method in a call, before casts of inputs: `_check_super_called`."""
     keras_symbol(layer, "_check_super_called")
     return "_check_super_called"
 
 
-def methods_of_call(layer: Any) -> tuple[str, str]:
+def methods_of_call(layer: Layer) -> tuple[str, str]:
     """Names of the methods that compute a layer's results; the second once it is quantized."""
     keras_symbol(layer, "quantized_call")
     return "call", "quantized_call"
 
 
-def sublayers(layer: Any) -> tuple[Any, ...]:
+def sublayers(layer: Layer) -> tuple[Layer, ...]:
     """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
     return tuple(keras_symbol(layer, "_layers"))
 
 
-def layers_of(*roots: Any) -> list[Any]:
+def layers_of(*roots: Layer) -> list[Layer]:
     """Layers and all their sublayers, each once, a layer before its sublayers."""
     seen: set[int] = set()
-    found: list[Any] = []
+    holders_last: list[Layer] = []
 
-    def visit(layer: Any) -> None:
+    def visit(layer: Layer) -> None:
         if id(layer) not in seen:
             seen.add(id(layer))
             for sub in reversed(sublayers(layer)):
                 visit(sub)
-            found.append(layer)
+            holders_last.append(layer)
 
     for root in reversed(roots):
         visit(root)
-    return found[::-1]
+    return holders_last[::-1]
 
 
-def seed_generators(layer: Any) -> tuple[Any, ...]:
+def seed_generators(layer: Layer) -> tuple[Generator, ...]:
     """The random generators of a layer, without its sublayers'. Symbol: `_seed_generators`."""
     return tuple(keras_symbol(layer, "_seed_generators"))
 
 
-def replace_generator(layer: Any, generator: Any, other: Any) -> None:
+def replace_generator(layer: Layer, generator: Generator, other: Generator) -> None:
     """Gives a layer another random generator in its attributes. Symbol: `_seed_generators`.
 
     A layer that is built accepts no new state in a public way.
     """
     tracked = keras_symbol(layer, "_seed_generators")
-    for name in [name for name, value in vars(layer).items() if value is generator]:
+    names = [name for name, value in vars(layer).items() if value is generator]
+    for name in names:
         object.__setattr__(layer, name, other)
-        tracked[:] = [other if each is generator else each for each in tracked]
+    if names:
+        tracked[:] = [other if item is generator else item for item in tracked]
 
 
-def own_metrics(layer: Any) -> tuple[Any, ...]:
+def own_metrics(layer: Layer) -> tuple[Any, ...]:
     """The metrics in a layer's attributes, without its sublayers'. Symbol: `Layer._metrics`."""
     return tuple(keras_symbol(layer, "_metrics"))
 
 
-def place_like(owner: Any, other: Any) -> None:
-    """Gives another layer or variable the path of one, which its name is part of. Symbol: `_path`.
+def place_like(owner: Layer | Variable, other: Layer | Variable) -> None:
+    """Gives another layer or variable the path of one. Symbol: `_path`.
 
-    Keras derives the path from the names of the layers that are being built.
+    The path ends with the name, and Keras derives it from the names of the layers being built.
     """
     keras_symbol(other, "_path")
     object.__setattr__(other, "_path", keras_symbol(owner, "_path"))
 
 
-def rematerializes(layer: Any) -> bool:
+def rematerializes(layer: Layer) -> bool:
     """Whether a layer recomputes activations in the backward pass. Symbol: `_remat_mode`."""
     return keras_symbol(layer, "_remat_mode") is not None
 
 
-def rematerialize_like(layer: Any, other: Any) -> None:
+def rematerialize_like(layer: Layer, other: Layer) -> None:
     """Makes another layer recompute activations as a layer does. Symbol: `_remat_mode`.
 
     Publicly only the `keras.RematScope` in which a layer is made decides.
@@ -214,7 +238,7 @@ def rematerialize_like(layer: Any, other: Any) -> None:
     object.__setattr__(other, "_remat_mode", keras_symbol(layer, "_remat_mode"))
 
 
-def inbound_nodes(operation: Any) -> tuple[Any, ...]:
+def inbound_nodes(operation: Operation) -> tuple[KerasNode, ...]:
     """One node per symbolic call of a layer or op. Symbol: `Operation._inbound_nodes`.
 
     A node has `.operation`, `.outputs`, `.input_tensors` and `.arguments` (`.args`, `.kwargs`).
@@ -222,12 +246,12 @@ def inbound_nodes(operation: Any) -> tuple[Any, ...]:
     return tuple(keras_symbol(operation, "_inbound_nodes"))
 
 
-def outbound_nodes(operation: Any) -> tuple[Any, ...]:
+def outbound_nodes(operation: Operation) -> tuple[KerasNode, ...]:
     """The nodes that consume a layer's or op's outputs. Symbol: `Operation._outbound_nodes`."""
     return tuple(keras_symbol(operation, "_outbound_nodes"))
 
 
-def producer(tensor: Any) -> tuple[Any, Any]:
+def producer(tensor: Tensor) -> tuple[Operation, KerasNode]:
     """The layer or op that made a symbolic tensor, and the node of that call.
 
     Symbol: `KerasTensor._keras_history`.
@@ -241,23 +265,23 @@ def producer(tensor: Any) -> tuple[Any, Any]:
     return history.operation, inbound_nodes(history.operation)[history.node_index]
 
 
-def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
+def set_symbolic_dtype(tensor: Tensor, dtype: str) -> None:
     """Changes the dtype of a symbolic tensor. Symbol: `KerasTensor._dtype`.
 
-    Public tensors are immutable: a model's outputs would keep the dtype that they had before its
-    output layer was changed.
+    Public tensors are immutable: a model's outputs would keep the dtype that they had before
+    its output layer was changed.
     """
     keras_symbol(tensor, "_dtype")
     tensor._dtype = dtype
 
 
-def set_fed_dtype(input_layer: Any, dtype: str) -> None:
+def set_fed_dtype(input_layer: Layer, dtype: str) -> None:
     """Changes the dtype that an InputLayer is fed in. Symbol: `InputLayer._dtype`."""
     for owner in (input_layer, input_layer.output):
         set_symbolic_dtype(owner, dtype)
 
 
-def outputs_of(functional: Any) -> list[Any]:
+def outputs_of(functional: Functional) -> list[Tensor]:
     """Outputs of a Functional, flat. Symbol: `Function._outputs_struct`.
 
     `functional.outputs` may hold more: callers can extend that list.
@@ -265,7 +289,7 @@ def outputs_of(functional: Any) -> list[Any]:
     return list(keras.tree.flatten(keras_symbol(functional, "_outputs_struct")))
 
 
-def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
+def set_outputs(functional: Functional, outputs: Sequence[Tensor]) -> None:
     """Gives a Functional other outputs, computed from the same inputs.
 
     Symbols: `keras.src.ops.function.map_graph`, `Function._outputs_struct`, the five attributes
@@ -281,18 +305,22 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     structure = keras_symbol(functional, "_outputs_struct")
     values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
     values["_outputs"] = list(outputs)
-    before = set(map(id, functional.layers))
+    ids_before = set(map(id, functional.layers))
     for name, value in values.items():
         keras_symbol(functional, name)
         # Bypasses Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
-    tracked, after = keras_symbol(functional, "_layers"), functional.layers
-    gone, known = before - set(map(id, after)), set(map(id, tracked))
+    tracked, layers = keras_symbol(functional, "_layers"), functional.layers
+    gone = ids_before - set(map(id, layers))
+    tracked_ids = set(map(id, tracked))
     kept = [layer for layer in tracked if id(layer) not in gone]
-    tracked[:] = kept + [layer for layer in after if id(layer) not in known]
+    tracked[:] = kept + [layer for layer in layers if id(layer) not in tracked_ids]
 
 
-def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
+def wrap_operations(
+    functional: Functional,
+    around: Callable[[Operation, Method], Method],
+) -> None:
     """Makes a Functional run `around(operation, function)` instead of each of its functions.
 
     Symbol: `Function._run_through_graph`.
@@ -302,35 +330,40 @@ def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
         around: Gets a layer or op and the function that calls it; returns a function.
     """
 
-    def run(original: Any, inputs: Any, operation_fn: Any = lambda x: x, **kwargs: Any) -> Any:
-        return original(inputs, operation_fn=lambda op: around(op, operation_fn(op)), **kwargs)
+    def run(
+        original: Method, inputs: Nest, operation_fn: Method = lambda x: x, **kwargs: Any
+    ) -> Nest:
+        def wrapped(operation: Operation) -> Method:
+            return around(operation, operation_fn(operation))
+
+        return original(inputs, operation_fn=wrapped, **kwargs)
 
     keras_symbol(functional, "_run_through_graph")
     wrap_method(functional, "_run_through_graph", run)
 
 
-def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
+def replace_policy(layer: Layer, policy: KerasPolicy) -> Callable[[], None]:
     """Replaces a layer's policy temporarily, whether it is built or not.
 
-    Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
-    other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a layer
-    whose two dtypes differ, and a float32 policy for float16 variables has no name.
+    Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap`
+    that other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a
+    layer whose two dtypes differ, and a float32 policy for float16 variables has no name.
 
     Args:
         layer: The layer; its sublayers are not affected.
-        policy: A policy with the wanted compute dtype; its variable dtype is set to the layer's.
+        policy: A policy with the wanted compute dtype; it gets the layer's variable dtype.
 
     Returns:
-        A function that restores the layer's own policy.
+        A function that restores the layer's policy.
     """
-    own = keras_symbol(layer, "_dtype_policy")
+    before = keras_symbol(layer, "_dtype_policy")
     keras_symbol(policy, "_variable_dtype")
     policy._variable_dtype = layer.variable_dtype
     layer._dtype_policy = policy
-    return functools.partial(setattr, layer, "_dtype_policy", own)
+    return functools.partial(setattr, layer, "_dtype_policy", before)
 
 
-def replace_losses(layer: Any) -> Callable[[], None]:
+def replace_losses(layer: Layer) -> Callable[[], None]:
     """Notes a layer's collected losses before a call whose loss tensors must not remain.
 
     Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
@@ -341,7 +374,8 @@ def replace_losses(layer: Any) -> Callable[[], None]:
     Returns:
         A function that restores the collected losses.
     """
-    losses, ids = list(keras_symbol(layer, "_losses")), set(keras_symbol(layer, "_loss_ids"))
+    losses = list(keras_symbol(layer, "_losses"))
+    ids = set(keras_symbol(layer, "_loss_ids"))
 
     def restore() -> None:
         layer._losses[:] = losses
@@ -351,7 +385,7 @@ def replace_losses(layer: Any) -> Callable[[], None]:
     return restore
 
 
-def compile_arguments(model: Any) -> dict[str, Any]:
+def compile_arguments(model: Model) -> dict[str, Any]:
     """The arguments that a model was compiled with. Symbol: `Trainer._compile_config`.
 
     Only their serialized form is public, which not every loss has.
@@ -359,34 +393,37 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return dict(keras_symbol(keras_symbol(model, "_compile_config"), "config"))
 
 
-def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
+def set_compiled_optimizer(model: Model, optimizer: Optimizer) -> None:
     """Gives a compiled model another optimizer, also in its saved configuration.
 
     Symbol: `Trainer._compile_config`. Compiling again would reset the metrics.
     """
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
-    # Bypasses Layer.__setattr__, as in `compile`: an optimizer is not part of the model's state.
+    # Bypasses Layer.__setattr__, as in `compile`: an optimizer is not a state to track.
     object.__setattr__(model, "optimizer", optimizer)
 
 
-def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Callable[[], None]:
+def add_to_epoch_logs(
+    model: Model,
+    figures: Callable[[], dict[str, float]],
+) -> Callable[[], None]:
     """Adds figures to the logs of each epoch of `fit`; returns a function that ends this.
 
-    Symbol: `Trainer._get_metrics_result_or_logs`. The public `on_epoch_end` would be too late for
-    callbacks that come before. The results of `evaluate` are not changed.
+    Symbol: `Trainer._get_metrics_result_or_logs`. The public `on_epoch_end` would be too late
+    for callbacks that come before. The results of `evaluate` are not changed.
     """
     evaluations: list[None] = []
 
-    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(original: Method, *args: Any, **kwargs: Any) -> Any:
         evaluations.append(None)
         try:
             return original(*args, **kwargs)
         finally:
             evaluations.pop()
 
-    def read_logs(original: Any, logs: Any) -> Any:
-        found = original(logs)
-        return found if evaluations else {**figures(), **found}
+    def read_logs(original: Method, logs: dict[str, Any]) -> dict[str, Any]:
+        results: dict[str, Any] = original(logs)
+        return results if evaluations else {**figures(), **results}
 
     keras_symbol(model, "_get_metrics_result_or_logs")
     with contextlib.ExitStack() as undo:
@@ -395,7 +432,7 @@ def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Ca
         return undo.pop_all().close
 
 
-def copy_annotations(source: Any, target: Any) -> None:
+def copy_annotations(source: Tensor, target: Tensor) -> None:
     """Copies a tensor's Keras mask, and its logits, cast to the target's dtype.
 
     Keras computes crossentropies from the logits of a softmax or sigmoid.
@@ -410,7 +447,7 @@ def copy_annotations(source: Any, target: Any) -> None:
         target._keras_logits = keras.ops.cast(logits, target.dtype)
 
 
-# ---- Calls of layers -----------------------------------------------------------------------------
+# ---- Calls of layers -------------------------------------------------------------------------
 
 # Layers of KerasHub that compute sines of positions.
 _ANGLES = re.compile(
@@ -419,15 +456,16 @@ _ANGLES = re.compile(
 _POLICIES = threading.RLock()
 
 
-def turns_positions(layer: Any) -> bool:
+def turns_positions(layer: Layer) -> bool:
     """Whether a layer of KerasHub computes angles of positions, which low precision turns."""
-    made_by = type(layer).__module__.partition(".")[0]
-    return made_by in ("keras_hub", "keras_nlp") and bool(_ANGLES.search(type(layer).__name__))
+    package = type(layer).__module__.partition(".")[0]
+    is_of_keras_hub = package in ("keras_hub", "keras_nlp")
+    return is_of_keras_hub and bool(_ANGLES.search(type(layer).__name__))
 
 
 @contextlib.contextmanager
-def computing_in_float32(layer: Any) -> Iterator[None]:
-    """A context in which a layer, which casts by its own `compute_dtype`, has that of float32."""
+def computing_in_float32(layer: Layer) -> Iterator[None]:
+    """A context in which a layer that casts by its `compute_dtype` has that of float32."""
     with _POLICIES:  # Replicas share the layer.
         policy = layer.dtype_policy
         layer.dtype_policy = keras.DTypePolicy("float32")
@@ -437,39 +475,41 @@ def computing_in_float32(layer: Any) -> Iterator[None]:
             layer.dtype_policy = policy
 
 
-def reading_in(layer: Any, dtype: str) -> Any:
-    """Returns a context in which a float32 layer reads its variables in a dtype when it is called.
+def reading_in(layer: Layer, dtype: str) -> Reading:
+    """Returns a context in which a call of a float32 layer reads its variables in a dtype.
 
-    Keras does the same for mixed policies. Variables that opted out, such as BatchNormalization's
-    and the optimizer's, are not affected; nor are layers that read another dtype, or that read
-    float32 because a layer around them does.
+    Keras does the same for mixed policies. Variables that opted out, such as
+    BatchNormalization's and the optimizer's, are not affected; nor are layers that read another
+    dtype, or that read float32 because a layer around them does.
 
-    Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
-    around it, and `get_autocast_scope`.
+    Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the
+    scope around it, and `get_autocast_scope`.
     """
     if layer.autocast and layer.compute_dtype == "float32":
         scope = foreign(f"{_VARIABLES}:get_autocast_scope")()
-        # Inside a layer's scope of another dtype, a layer opens its own scope first.
+        # Inside a layer's scope of another dtype, a layer opens a scope first.
         if scope is None or isinstance(scope.original_scope, _scope_of_ours()):
-            return _scope_of_ours()(dtype)
+            reading: Reading = _scope_of_ours()(dtype)
+            return reading
     return contextlib.nullcontext()
 
 
 @functools.cache
-def _scope_of_ours() -> Any:
+def _scope_of_ours() -> type[Any]:
     """A class of scopes, to distinguish tfamp's from those that layers open."""
     return type("Scope", (foreign(f"{_VARIABLES}:AutocastScope"),), {})
 
 
-def reading_variables_in(dtype: str | None) -> Any:
+def reading_variables_in(dtype: str | None) -> Reading:
     """Returns a context in which the layer being called reads its variables in a dtype.
 
     Symbol: `keras.src.backend.common.variables.AutocastScope`.
 
     Args:
-        dtype: A float dtype; None for each variable's own.
+        dtype: A float dtype; None for the dtype that a variable has.
     """
-    return foreign(f"{_VARIABLES}:AutocastScope")(dtype)
+    reading: Reading = foreign(f"{_VARIABLES}:AutocastScope")(dtype)
+    return reading
 
 
 def keras_symbol(owner: Any, name: str) -> Any:
@@ -477,25 +517,26 @@ def keras_symbol(owner: Any, name: str) -> Any:
     return foreign_symbol(owner, name, "Keras")
 
 
-# ---- Optimizers ----------------------------------------------------------------------------------
+# ---- Optimizers ------------------------------------------------------------------------------
 
 
-def built_for(optimizer: Any) -> list[Any]:
+def built_for(optimizer: Optimizer) -> list[Variable]:
     """The variables that an optimizer was built for. Symbol: `_trainable_variables`."""
     return list(keras_symbol(optimizer, "_trainable_variables"))
 
 
-def key_of(optimizer: Any) -> Any:
+def key_of(optimizer: Optimizer) -> Callable[[Variable], Any]:
     """Returns the function from a variable to its key in an optimizer. Symbol: `_var_key`."""
-    return keras_symbol(optimizer, "_var_key")
+    key: Callable[[Variable], Any] = keras_symbol(optimizer, "_var_key")
+    return key
 
 
-def index_of(optimizer: Any, variable: Any) -> int:
+def index_of(optimizer: Optimizer, variable: Variable) -> int:
     """Index of a variable in the slots. Symbol: `_get_variable_index`."""
     return int(keras_symbol(optimizer, "_get_variable_index")(variable))
 
 
-def slot(optimizer: Any, name: str, index: int) -> Any:
+def slot(optimizer: Optimizer, name: str, index: int) -> Variable:
     """A slot of a variable: "momentums", "velocities", or "r", "c" and "v" of Adafactor.
 
     Symbols: `_momentums`, `_velocities`, `_r`, `_c`, `_v`.
@@ -503,14 +544,17 @@ def slot(optimizer: Any, name: str, index: int) -> Any:
     return keras_symbol(optimizer, f"_{name}")[index]
 
 
-def decays(optimizer: Any, variable: Any) -> bool:
+def decays(optimizer: Optimizer, variable: Variable) -> bool:
     """Whether an optimizer decays a variable. Symbol: `_use_weight_decay`."""
-    return bool(optimizer.weight_decay) and keras_symbol(optimizer, "_use_weight_decay")(variable)
+    if not optimizer.weight_decay:
+        return False
+    decays_it: bool = keras_symbol(optimizer, "_use_weight_decay")(variable)
+    return decays_it
 
 
 def without_missing(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    optimizer: Optimizer, gradients: Sequence[Tensor], variables: Sequence[Variable]
+) -> tuple[list[Tensor], list[Variable]]:
     """Drops gradients that are None, and warns like Keras.
 
     Symbol: `_filter_empty_gradients`.
@@ -519,22 +563,22 @@ def without_missing(
     return list(kept), list(owners)
 
 
-def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+def clipped(optimizer: Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Gradients clipped by an optimizer's clipping options. Symbol: `_clip_gradients`."""
     return list(keras_symbol(optimizer, "_clip_gradients")(gradients))
 
 
-def rate_is_called(optimizer: Any) -> bool:
+def rate_is_called(optimizer: Optimizer) -> bool:
     """Whether the learning rate is a function or schedule. Symbol: `_learning_rate`."""
     return callable(keras_symbol(optimizer, "_learning_rate"))
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers of a `MultiOptimizer`. Symbol: `_inner_optimizers`."""
     return list(keras_symbol(optimizer, "_inner_optimizers"))
 
 
-def excluded_from_decay(optimizer: Any) -> tuple[set[Any], Any]:
+def excluded_from_decay(optimizer: Optimizer) -> tuple[set[Any], Any]:
     """Keys of the variables that are not decayed, and the pattern of their names.
 
     Symbols: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, which
@@ -544,12 +588,12 @@ def excluded_from_decay(optimizer: Any) -> tuple[set[Any], Any]:
     return keys, getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
 
 
-def exclude_pattern(optimizer: Any, pattern: Any) -> None:
+def exclude_pattern(optimizer: Optimizer, pattern: Any) -> None:
     """Sets the pattern of names that are not decayed: see `excluded_from_decay`."""
     optimizer._exclude_from_weight_decay_pattern = pattern
 
 
-# ---- Backends ------------------------------------------------------------------------------------
+# ---- Backends --------------------------------------------------------------------------------
 
 
 HOW_TO_CHANGE = "Set KERAS_BACKEND=tensorflow before Python starts."
@@ -560,12 +604,12 @@ def runs_tensorflow() -> bool:
     return bool(keras.backend.backend() == "tensorflow")
 
 
-def native(variable: Any) -> Any:
+def native(variable: Variable) -> Variable:
     """Value of a `keras.Variable`, on TensorFlow a `tf.Variable`; any other variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def as_tensor(variable: Any) -> Any:
+def as_tensor(variable: Variable) -> Tensor:
     """The value of a variable as a tensor; in cross-replica context the first replica's."""
     # keras.ops.convert_to_tensor would return the Keras variable itself.
     value = native(variable)

@@ -1,4 +1,4 @@
-"""Calls of single ops: attributes for TensorFlow's fast path, and gradients of our own."""
+"""Calls of single ops: attributes for TensorFlow's fast path, and gradients of ours."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.kinds import Method, Op, Tensor
 from tfamp.interop import tf_private
 from tfamp.interop.tf_private import OpInput
 
-# Gradients of an op's inputs, given those of its outputs.
-Backward: TypeAlias = Callable[..., Sequence[Any]]
+# Gradients of an op's inputs, from those of its outputs.
+Backward: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
 def plain_attrs(op: str, attrs: Sequence[Any]) -> list[Any]:
@@ -21,44 +22,50 @@ def plain_attrs(op: str, attrs: Sequence[Any]) -> list[Any]:
 
     Its fallback for other types uses the original inputs.
     """
-    makers, kinds = {"float": float, "type": tf.as_dtype}, tf_private.attr_kinds(op)
+    converters, kinds = {"float": float, "type": tf.as_dtype}, tf_private.attr_kinds(op)
     plain = [_plain(attr) for attr in attrs]
     for place in range(1, len(plain), 2):
-        maker = makers.get(kinds.get(plain[place - 1], ""))
-        plain[place] = plain[place] if maker is None else maker(plain[place])
+        convert = converters.get(kinds.get(plain[place - 1], ""))
+        if convert is not None:
+            plain[place] = convert(plain[place])
     return plain
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def as_tensor(value: Any, given: OpInput) -> Any:
+def as_tensor(value: Any, op_input: OpInput) -> Tensor:
     """Converts an input of an op to a tensor, as TensorFlow does before it runs the op."""
-    hint = None if hasattr(value, "dtype") else given.default
-    return tf.convert_to_tensor(value, given.dtype, dtype_hint=hint)
+    hint = None if hasattr(value, "dtype") else op_input.default
+    return tf.convert_to_tensor(value, op_input.dtype, dtype_hint=hint)
 
 
 class EagerOp:
-    """An eager op as registered gradient functions read one: like a `tf.Operation` of a graph."""
+    """An eager op as registered gradient functions read one: like an op of a graph."""
 
     # Which inputs need no gradient, for gradient functions that look.
     skip_input_indices: tuple[int, ...] = ()
 
     def __init__(
-        self, op: str, inputs: Sequence[Any], outputs: Sequence[Any], attrs: Mapping[str, Any]
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        attrs: Mapping[str, Any],
     ) -> None:
         self.type, self.inputs, self.outputs, self._attrs = op, inputs, outputs, attrs
 
     def get_attr(self, name: str) -> Any:
-        """Returns an attribute as `tf.Operation.get_attr` does, also an inferred or default one."""
+        """Returns an attribute as `tf.Operation.get_attr` does, also inferred or default ones."""
         kind = tf_private.attr_kinds(self.type).get(name)
         if name in self._attrs:
             return _as_read(kind, self._attrs[name])
-        for given, value in zip(tf_private.op_inputs(self.type), self.inputs, strict=False):
-            if given.type_attr == name:
+        op_inputs = tf_private.op_inputs(self.type)
+        for op_input, value in zip(op_inputs, self.inputs, strict=False):
+            if op_input.type_attr == name:
                 return value.dtype
         default = tf_private.attr_default(self.type, name)
         if default is None:
@@ -74,27 +81,29 @@ def _as_read(kind: str | None, value: Any) -> Any:
     return value
 
 
-def gradient_function(op: Any) -> Callable[..., Any]:
+def gradient_function(op: Op | EagerOp) -> Method:
     """Returns the gradient function of an operation or an `EagerOp`, which takes it first.
 
     Symbol: `tensorflow.python.framework.ops.get_gradient_function`.
     """
     if isinstance(op, EagerOp):
         return tf_private.registered_gradient(op.type)
-    found: Callable[..., Any] = tf_private.private("framework.ops:get_gradient_function")(op)
-    return found
+    gradient: Method = tf_private.private("framework.ops:get_gradient_function")(op)
+    return gradient
 
 
-def set_gradient(operation: Any, backward: Backward) -> None:
-    """Gives an operation of a graph its own gradient where TensorFlow differentiates the graph.
+def set_gradient(operation: Op, backward: Backward) -> None:
+    """Gives an operation of a graph another gradient where TensorFlow differentiates the graph.
 
-    Symbol: `tf.Operation._gradient_function`, which no file holds: a saved graph has the usual one.
+    Symbol: `tf.Operation._gradient_function`, which no file holds: saved graphs lack it.
     """
     tf_private.private_symbol(operation, "_gradient_function")
     operation._gradient_function = lambda _, *upstream: backward(*upstream)
 
 
-def record(op: str, inputs: Sequence[Any], outputs: Sequence[Any], backward: Backward) -> None:
+def record(
+    op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], backward: Backward
+) -> None:
     """Records an op on the tapes that watch its inputs.
 
     Symbol: `tensorflow.python.eager.record.record_operation`.

@@ -1,7 +1,7 @@
 """Patches of TensorFlow and Keras: the place to port to a new release of either.
 
-The tables below list every patched symbol, and the library code that autocast recognizes by name.
-`UnsupportedVersionError` names a symbol that a release has removed.
+The tables below list every patched symbol, and the library code that autocast recognizes by
+name. `UnsupportedVersionError` names a symbol that a release has removed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfamp.core.errors import UnsupportedVersionError
+from tfamp.core.kinds import Method
+
+# Called with the original and its arguments; or a class, whose instance, made of the original,
+# replaces it.
+Replacement: TypeAlias = Callable[..., Any]
 
 TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
 
-# ---- Patched symbols -----------------------------------------------------------------------------
+# ---- Patched symbols -------------------------------------------------------------------------
 
 # Name in a `Patch`, one for all symbols of a kind, and the symbol.
 _KERAS_AND_PUBLIC = (
@@ -45,8 +50,8 @@ _KERAS_AND_PUBLIC = (
 )
 # Below `tensorflow.python`.
 _PRIVATE_TENSORFLOW = (
-    # Every op that generated wrappers and `tf.raw_ops` run goes through the first in eager mode,
-    # and through the second while a graph is built, however the wrapper was imported.
+    # Every op that generated wrappers and `tf.raw_ops` run goes through the first in eager
+    # mode, and through the second while a graph is built, however the wrapper was imported.
     ("eager_op", "pywrap_tfe:TFE_Py_FastPathExecute"),
     ("graph_op", "framework.op_def_library:_apply_op_helper"),
     # Called for an op of a graph that a tape is to record, once the op exists.
@@ -97,14 +102,14 @@ _PRIVATE_TENSORFLOW = (
 _private = tuple((name, f"tensorflow.python.{symbol}") for name, symbol in _PRIVATE_TENSORFLOW)
 SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
 
-# ---- Code that checks dtypes itself, by the names of its modules ---------------------------------
+# ---- Code that checks dtypes itself, by the names of its modules -----------------------------
 
-# Autocast decides by the code that requests a cast or a conversion. tests/torch_style/test_ops.py
-# fails where a release renames one of these.
+# Autocast decides by the code that requests a cast or a conversion.
+# tests/torch_style/test_ops.py fails where a release renames one of these.
 
-# Keras casts inputs to a layer's dtype, and inputs and results of its ops to a common dtype. For a
-# float32 layer inside autocast that would undo every cast, so these casts are skipped, and each op
-# decides.
+# Keras casts inputs to a layer's dtype, and inputs and results of its ops to a common dtype.
+# For a float32 layer inside autocast that would undo every cast, so these casts are skipped,
+# and each op decides.
 _KERAS_OPS = (
     "keras.src.backend.tensorflow.numpy",
     "keras.src.backend.tensorflow.nn",
@@ -112,19 +117,20 @@ _KERAS_OPS = (
 )
 KERAS_UPCASTS = ("keras.src.dtype_policies.dtype_policy", *_KERAS_OPS)
 NEEDS_KERAS_UPCAST = frozenset({"argmax", "argmin", "signbit"})
-# Functions that cast a float32 result back to the dtype of their input. It stays float32, like the
-# result of the underlying op.
+# Functions that cast a float32 result back to the dtype of their input. It stays float32, like
+# the result of the underlying op.
 RESULTS_CAST_BACK = {
     *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
     ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
     ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
-    # What rules out accidental hits is float32's smallest number, and infinite in low precision.
+    # What rules out accidental hits is float32's smallest number, and infinite in low
+    # precision.
     ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
-# Functions that check dtypes before they run an op. The first reject low precision, or sum squares,
-# which overflow float16 from 256 on. The second reject mixed dtypes. The third declare the dtype of
-# an op's result by the dtype of its inputs, which they therefore get in the op's dtype.
+# Functions that check dtypes before they run an op. The first reject low precision, or sum
+# squares, which overflow float16 from 256 on. The second reject mixed dtypes. The third declare
+# an op's result to have the dtype of its inputs, which they therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
@@ -170,11 +176,12 @@ def level_of_user() -> int:
 
 def _is_of_library(frame: FrameType) -> bool:
     # AutoGraph writes converted functions of a user to a temporary file.
-    is_generated = "__autograph_generated_file" in frame.f_code.co_filename
-    return is_generated or frame.f_globals.get("__name__", "").startswith(("tfamp.", *LIBRARIES))
+    if "__autograph_generated_file" in frame.f_code.co_filename:
+        return True
+    return frame.f_globals.get("__name__", "").startswith(("tfamp.", *LIBRARIES))
 
 
-# ---- Finding symbols -----------------------------------------------------------------------------
+# ---- Finding symbols -------------------------------------------------------------------------
 
 
 def foreign_symbol(owner: Any, name: str, library: str) -> Any:
@@ -198,8 +205,8 @@ def missing_symbol(symbol: str, library: str) -> UnsupportedVersionError:
 def foreign(symbol: str) -> Any:
     """Returns a symbol, e.g. "keras.src.models.functional:Functional".
 
-    `UnsupportedVersionError` names one that is missing. Symbols of packages that TensorFlow depends
-    on, such as protobuf, count as TensorFlow's.
+    `UnsupportedVersionError` names one that is missing. Symbols of packages that TensorFlow
+    depends on, such as protobuf, count as TensorFlow's.
     """
     return getattr(*locate(symbol))
 
@@ -213,32 +220,31 @@ def locate(symbol: str) -> tuple[Any, str]:
         owner: Any = importlib.import_module(module)
     except ImportError as error:
         raise missing_symbol(module, library) from error
-    for each in classes:
-        owner = foreign_symbol(owner, each, library)
+    for class_name in classes:
+        owner = foreign_symbol(owner, class_name, library)
     # getattr would find a method that was removed from a class in its parents.
     if name not in vars(owner):
         raise missing_symbol(symbol.replace(":", "."), library)
     return owner, name
 
 
-# ---- Patches of symbols --------------------------------------------------------------------------
+# ---- Patches of symbols ----------------------------------------------------------------------
 
 
 class Patch:
     """Replaces symbols while at least one user holds it.
 
-    A replacement that another library has made on top stays, and our function below it only calls
-    the original from then on.
+    A replacement that another library has made on top stays, and our function below it only
+    calls the original from then on.
 
     Args:
-        replacements: By name in the tables, a function that is called with the original and its
-            arguments, or a class whose instance, made of the original, replaces it.
+        replacements: By name in the tables.
 
     Raises:
         ValueError: The tables do not have a name.
     """
 
-    def __init__(self, **replacements: Callable[..., Any]) -> None:
+    def __init__(self, **replacements: Replacement) -> None:
         names = {name for name, _ in SYMBOLS}
         for name in replacements:
             if name not in names:
@@ -257,9 +263,10 @@ class Patch:
         with self._lock:
             if not self.users:
                 ours = self._replacements
-                found = [(locate(symbol), ours[name]) for name, symbol in SYMBOLS if name in ours]
+                patched = [(name, symbol) for name, symbol in SYMBOLS if name in ours]
+                places = [(locate(symbol), ours[name]) for name, symbol in patched]
                 # Only once every symbol is known to exist.
-                self._replaced = [_Replaced(*place, around) for place, around in found]
+                self._replaced = [_Replaced(*place, around) for place, around in places]
             self.users += 1
 
     def release(self) -> None:
@@ -267,8 +274,8 @@ class Patch:
         with self._lock:
             self.users -= 1
             if not self.users:
-                for each in reversed(self._replaced):
-                    each.put_back()
+                for replaced in reversed(self._replaced):
+                    replaced.put_back()
 
     def keep(self, wanted: bool) -> None:
         """Acquires or releases it for a single user; a repeated call changes nothing."""
@@ -285,11 +292,11 @@ class Patch:
             self.release()
 
 
-def patched_here(**replacements: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+def patched_here(**replacements: Replacement) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which functions replace symbols, for this thread only."""
     thread = threading.get_ident()
 
-    def here(around: Callable[..., Any], original: Any, *args: Any, **kwargs: Any) -> Any:
+    def here(around: Replacement, original: Method, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
@@ -301,7 +308,7 @@ def patched_here(**replacements: Callable[..., Any]) -> contextlib.AbstractConte
 class _Replaced:
     """A symbol or a method of one object, with the replacement."""
 
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, name: str, around: Replacement) -> None:
         self.owner, self.name, self.around, self.active = owner, name, around, True
         # Not getattr, which searches parent classes. None where an object inherits the method.
         self.before = _in_use(vars(owner).get(name))
@@ -311,13 +318,16 @@ class _Replaced:
         vars(self.ours)[_MARK] = self
         _put(owner, name, self.ours)
 
-    def _wrapper(self, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapper(self, original: Method, around: Replacement) -> Method:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs) if self.active else original(*args, **kwargs)
+            if not self.active:
+                return original(*args, **kwargs)
+            return around(original, *args, **kwargs)
 
         if self.name == "__init__":
-            # Keras reads constructors with getfullargspec, which looks at this, not at __wrapped__.
+            # Keras reads constructors with getfullargspec, which looks at this, not at
+            # __wrapped__.
             wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         return wrapper
 
@@ -334,15 +344,16 @@ _MARK = "_tfamp_replaced"
 
 def _replaced_by(value: Any) -> _Replaced | None:
     """Returns the replacement that a function or object belongs to; None for foreign ones."""
-    found = getattr(value, _MARK, None)
+    replaced = getattr(value, _MARK, None)
     # A wrapper of another library may have copied our attributes.
-    return found if isinstance(found, _Replaced) and found.ours is value else None
+    is_ours = isinstance(replaced, _Replaced) and replaced.ours is value
+    return replaced if is_ours else None
 
 
 def _in_use(value: Any) -> Any:
     """Returns the value below replacements that ended while another one was on top of them."""
-    while (found := _replaced_by(value)) is not None and not found.active:
-        value = found.before
+    while (replaced := _replaced_by(value)) is not None and not replaced.active:
+        value = replaced.before
     return value
 
 
@@ -356,10 +367,10 @@ def _put(owner: Any, name: str, value: Any) -> None:
         vars(owner)[name] = value
 
 
-# ---- Patches of single objects -------------------------------------------------------------------
+# ---- Patches of single objects ---------------------------------------------------------------
 
 
-def wrap_method(obj: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+def wrap_method(obj: Any, name: str, around: Replacement) -> Callable[[], None]:
     """Replaces a method of one object by `around(method, *args, **kwargs)`.
 
     Returns a function that undoes it; `unwrap_methods` does so for all methods of the object.
@@ -367,7 +378,7 @@ def wrap_method(obj: Any, name: str, around: Callable[..., Any]) -> Callable[[],
     return _Replaced(obj, name, around).put_back
 
 
-def is_wrapped_by(obj: Any, name: str, function: Callable[..., Any]) -> bool:
+def is_wrapped_by(obj: Any, name: str, function: Replacement) -> bool:
     """Whether `functools.partial(function, ...)` is around a method of one object."""
     replaced = _replaced_by(vars(obj).get(name))
     while replaced is not None:
@@ -377,7 +388,7 @@ def is_wrapped_by(obj: Any, name: str, function: Callable[..., Any]) -> bool:
     return False
 
 
-def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:
+def wrapped_methods(obj: Any) -> dict[str, Method]:
     """Returns the replacements that an object has now, by name of the method."""
     return {name: value for name, value in vars(obj).items() if _replaced_by(value) is not None}
 
@@ -385,12 +396,12 @@ def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:
 def unwrap_methods(obj: Any) -> None:
     """Restores the methods of an object, except where another replacement is on top of ours."""
     for name, method in wrapped_methods(obj).items():
-        while (found := _replaced_by(method)) is not None:
-            method = found.before
+        while (replaced := _replaced_by(method)) is not None:
+            method = replaced.before
         _put(obj, name, method)
 
 
-def rewrap_methods(obj: Any, methods: dict[str, Callable[..., Any]]) -> None:
+def rewrap_methods(obj: Any, methods: dict[str, Method]) -> None:
     """Restores replacements that `wrapped_methods` returned."""
     unwrap_methods(obj)
     vars(obj).update(methods)

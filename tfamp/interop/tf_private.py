@@ -2,12 +2,13 @@
 
 Patched symbols are in the tables of `tfamp.interop.patching`.
 
-If a release removed a symbol, its function raises `UnsupportedVersionError` with the installed and
-the tested versions. Each function has its own test, which fails if a release changes the symbol.
+If a release removed a symbol, its function raises `UnsupportedVersionError` with the installed
+and the tested versions. Each function has a test, which fails if a release changes the symbol.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -15,22 +16,38 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.kinds import (
+    DType,
+    Function,
+    FunctionDef,
+    Graph,
+    Handle,
+    Method,
+    Op,
+    Tensor,
+    Trace,
+    Variable,
+)
 from tfamp.interop.patching import foreign, foreign_symbol
 
 _logger = logging.getLogger(__name__)
+# The definition of an op type and of its attributes: `OpDef` and `OpDef.AttrDef` messages.
+_OpDef: TypeAlias = Any
+_AttrDef: TypeAlias = Any
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def strategy_needs_merge_call() -> bool:
     """Whether the current `tf.distribute` strategy updates variables through `merge_call`.
 
-    Such a strategy, like MirroredStrategy on CPUs, forbids a `tf.cond` around an update in replica
-    context: the condition has to be evaluated in cross-replica context. False without a strategy.
+    Such a strategy, like MirroredStrategy on CPUs, forbids a `tf.cond` around an update in
+    replica context: the condition has to be evaluated in cross-replica context. False without a
+    strategy.
 
     Symbol: `tf.__internal__.distribute.strategy_supports_no_merge_call`; Keras calls it for the
     same purpose. No public function does.
@@ -52,14 +69,14 @@ def replicas_share_graph() -> bool:
     return graph is tf.compat.v1.get_default_graph()
 
 
-def op_definition(name: str) -> Any | None:
+def op_definition(name: str) -> _OpDef | None:
     """Returns the definition of an op type: its arguments and attributes.
 
-    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks up an op by
-    name: a graph's `graph_def` has no definitions, and `tf.raw_ops` lacks internal ops.
+    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks up an op
+    by name: a graph's `graph_def` has no definitions, and `tf.raw_ops` lacks internal ops.
 
-    An `OpDef` message, shared by all callers: do not change it. None for an unknown op; ops that
-    `tf.load_op_library` has loaded are known.
+    An `OpDef` message, shared by all callers: do not change it. None for an unknown op; ops
+    that `tf.load_op_library` has loaded are known.
     """
     return private("framework.op_def_registry:get")(name)
 
@@ -79,11 +96,11 @@ def default_device_kind() -> str:
     return "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
 
 
-def device_details(device: Any) -> dict[str, Any]:
+def device_details(device: tf.config.PhysicalDevice) -> dict[str, Any]:
     """Returns TensorFlow's details of a physical device, with its compute capability as text.
 
-    Symbol: `tensorflow.python.pywrap_tfe.TF_GetDeviceDetails`. The public function raises an error
-    for a capability with a letter, such as "9.0a", so that not even the device's name is known.
+    Symbol: `tensorflow.python.pywrap_tfe.TF_GetDeviceDetails`. The public function raises an
+    error for a capability with a letter, such as "9.0a", so that even the name stays unknown.
 
     Empty for a device of another machine.
     """
@@ -96,8 +113,8 @@ def device_details(device: Any) -> dict[str, Any]:
 def runtime_has_started() -> bool:
     """Whether TensorFlow has initialized its devices: then they cannot be configured any more.
 
-    Symbol: `tensorflow.python.eager.context.Context._context_handle`. Public functions initialize
-    them.
+    Symbol: `tensorflow.python.eager.context.Context._context_handle`. Public functions
+    initialize them.
     """
     return private_symbol(private("eager.context:context")(), "_context_handle") is not None
 
@@ -105,17 +122,18 @@ def runtime_has_started() -> bool:
 def uses_onednn() -> bool:
     """Whether TensorFlow runs oneDNN's kernels, or is for CPUs for which it has none.
 
-    Symbol: `tensorflow.python.util._pywrap_util_port.IsMklEnabled`. The environment variable does
-    not tell, as its default depends on the CPU.
+    Symbol: `tensorflow.python.util._pywrap_util_port.IsMklEnabled`. The environment variable
+    does not tell, as its default depends on the CPU.
     """
-    is_x86, is_on = (f"util._pywrap_util_port:Is{name}" for name in ("X86Available", "MklEnabled"))
-    return bool(private(is_on)() or not private(is_x86)())
+    is_on = private("util._pywrap_util_port:IsMklEnabled")
+    is_x86 = private("util._pywrap_util_port:IsX86Available")
+    return bool(is_on() or not is_x86())
 
 
-# ---- For autocast --------------------------------------------------------------------------------
+# ---- For autocast ----------------------------------------------------------------------------
 
 
-def place_in_trace(op: Any) -> int:
+def place_in_trace(op: Op) -> int:
     """The number of an operation in the order in which its graph's operations were created.
 
     Symbol: `tf.Operation._id`.
@@ -123,12 +141,12 @@ def place_in_trace(op: Any) -> int:
     return int(private_symbol(op, "_id"))
 
 
-def _definition(op: str) -> Any:
-    """The definition of an op type; for an unknown one the definition of an op without inputs."""
+def _definition(op: str) -> _OpDef:
+    """The definition of an op type; for an unknown one that of an op without inputs."""
     return op_definition(op) or op_definition("NoOp")
 
 
-def held_dtype(handle: Any) -> str:
+def held_dtype(handle: Handle) -> str:
     """Returns the dtype of a handle's variable, or "" if unknown.
 
     Symbol: `tensorflow.python.ops.handle_data_util.get_handle_data`.
@@ -138,20 +156,20 @@ def held_dtype(handle: Any) -> str:
     return dtype_name(data.shape_and_type[0].dtype) if known else ""
 
 
-def resource_kind(handle: Any) -> str:
-    """Returns the type of an eager handle's resource, such as "tensorflow::Var"; "" if unknown.
+def resource_kind(handle: Handle) -> str:
+    """Returns the type of an eager handle's resource, e.g. "tensorflow::Var"; "" if unknown.
 
     Symbol: how TensorFlow prints a `ResourceHandle`, whose type has no public attribute.
     """
-    found = re.search(r'type="([^"]*)"', repr(handle))
-    return found[1] if found else ""
+    match = re.search(r'type="([^"]*)"', repr(handle))
+    return match[1] if match else ""
 
 
 def operation_seeds() -> Any:
     """Returns the `random.Random` that seeds eager random ops without a seed, or None.
 
-    Symbol: `tensorflow.python.eager.context.Context._rng`, which exists once `tf.random.set_seed`
-    was called. No public function returns its state.
+    Symbol: `tensorflow.python.eager.context.Context._rng`, which exists once
+    `tf.random.set_seed` was called. No public function returns its state.
     """
     return getattr(_context()(), "_rng", None)
 
@@ -162,7 +180,7 @@ class OpInput(NamedTuple):
     Attributes:
         name: Its name in the op's definition.
         type_attr: The attribute that holds its dtype; None if that is fixed or a list.
-        floats: The float dtypes that the attribute allows and that have a kernel on the device.
+        floats: The float dtypes that the attribute allows and the device has a kernel for.
         dtype: The dtype if that is fixed, else None.
         default: The dtype of values without one, such as an empty list; None for any.
         is_list: Whether it takes several tensors.
@@ -171,8 +189,8 @@ class OpInput(NamedTuple):
     name: str
     type_attr: str | None
     floats: frozenset[str]
-    dtype: Any
-    default: Any
+    dtype: DType | None
+    default: DType | None
     is_list: bool
 
 
@@ -213,28 +231,29 @@ def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
     )
 
 
-def _default_dtype(definition: Any, type_attr: str) -> Any:
+def _default_dtype(definition: _OpDef, type_attr: str) -> DType | None:
     """The dtype of a type attribute that an op takes without one; None if it infers it."""
-    found = next((attr.default_value.type for attr in definition.attr if attr.name == type_attr), 0)
-    return tf.as_dtype(found) if found else None
+    defaults = {attr.name: attr.default_value.type for attr in definition.attr}
+    number = defaults.get(type_attr)
+    return tf.as_dtype(number) if number else None
 
 
 @functools.cache
 def attr_kinds(op: str) -> dict[str, str]:
-    """The kind of each attribute of an op type, such as "float" or "type", by its name."""
+    """The kinds of the attributes of an op type, such as "float" or "type", by name."""
     return {attr.name: attr.type for attr in _definition(op).attr}
 
 
 def attr_default(op: str, name: str) -> Any:
     """The default value of an attribute of an op type, as a Python value; None without one."""
-    attr = next(each for each in _definition(op).attr if each.name == name)
+    attr = next(attr for attr in _definition(op).attr if attr.name == name)
     value, kind = attr.default_value, attr.default_value.WhichOneof("value")
     if kind != "list":
         return getattr(value, kind) if kind else None
     return next((list(values) for _, values in value.list.ListFields()), [])
 
 
-def _allowed_floats(attr: Any) -> frozenset[str]:
+def _allowed_floats(attr: _AttrDef) -> frozenset[str]:
     if attr.type != "type":
         return frozenset()
     allowed = attr.allowed_values.list.type if attr.HasField("allowed_values") else None
@@ -260,7 +279,7 @@ def _without_kernel(op: str, attr: str, device: str) -> frozenset[str]:
     return frozenset(dtype for dtype in LOW_PRECISION if not has(where, dtype))
 
 
-# ---- Devices and kernels -------------------------------------------------------------------------
+# ---- Devices and kernels ---------------------------------------------------------------------
 
 _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
 
@@ -268,15 +287,15 @@ _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECA
 @functools.cache
 def device_kind_of(name: str) -> str:
     """Kind of device in a device's name: "cpu", "gpu" or "tpu"; "" without one."""
-    found = _DEVICE_KIND.search(name)
-    return found[1].lower() if found else ""
+    match = _DEVICE_KIND.search(name)
+    return match[1].lower() if match else ""
 
 
 def device_kind_in_force() -> str:
     """The kind of device that the `tf.device` blocks around this code set; "" if they set none.
 
-    Symbols: `tf.Graph._device_function_stack` and `tensorflow.python.eager.context.context`. Only
-    existing tensors and ops have a public device.
+    Symbols: `tf.Graph._device_function_stack` and `tensorflow.python.eager.context.context`.
+    Only existing tensors and ops have a public device.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
@@ -284,8 +303,9 @@ def device_kind_in_force() -> str:
             if block.function is None:  # tf.device(None)
                 return ""
             # A device function of the op may return any device.
-            name = block.string_merge(tf.compat.v1.NodeDef()) if block.fast_string_merge else ""
-            if kind := device_kind_of(name):
+            if not block.fast_string_merge:
+                continue
+            if kind := device_kind_of(block.string_merge(tf.compat.v1.NodeDef())):
                 return kind
         # The caller of this graph's function may be in a block too.
         graph = getattr(graph, "outer_graph", None)
@@ -293,7 +313,7 @@ def device_kind_in_force() -> str:
 
 
 def device_scope() -> str | None:
-    """The device that `tf.device` blocks set for eager ops. Symbol: as `device_kind_in_force`."""
+    """The device that `tf.device` set for eager ops. Symbol: as `device_kind_in_force`."""
     return cast("str | None", _context()().device_name)
 
 
@@ -321,16 +341,16 @@ class Kernel(NamedTuple):
 def kernels(op: str) -> tuple[Kernel, ...]:
     """Returns the kernels of an op type, also for devices that this machine does not have.
 
-    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Otherwise one would
-    have to run the op on the device and read the error message.
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Otherwise one
+    would have to run the op on the device and read the error message.
     """
     find = private("framework.kernels:get_registered_kernels_for_op")
     return tuple(
         Kernel(
             device=kernel.device_type.lower(),
             dtypes={
-                each.name: frozenset(map(dtype_name, each.allowed_values.list.type))
-                for each in kernel.constraint
+                constraint.name: frozenset(map(dtype_name, constraint.allowed_values.list.type))
+                for constraint in kernel.constraint
             },
         )
         for kernel in find(op).kernel
@@ -343,18 +363,24 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
 
     True for TPUs, which compile their ops.
     """
-    found = kernels(op)
-    # oneDNN's kernels replace the op's own; for these ops they add bfloat16.
+    if device == "tpu":
+        return True
+    candidates = kernels(op)
+    # oneDNN's kernels replace the op's; for these ops they add bfloat16.
     if op.startswith("FusedBatchNorm") and any("bfloat16" in dtypes for _, dtypes in types):
-        found += kernels(f"_MklNative{op}")
-    return device == "tpu" or any(
+        candidates += kernels(f"_MklNative{op}")
+
+    def takes(kernel: Kernel, attr: str, dtypes: tuple[str, ...]) -> bool:
+        return attr not in kernel.dtypes or kernel.dtypes[attr].issuperset(dtypes)
+
+    return any(
         kernel.device in (device, "default")
-        and all(kernel.dtypes[attr].issuperset(got) for attr, got in types if attr in kernel.dtypes)
-        for kernel in found
+        and all(takes(kernel, attr, dtypes) for attr, dtypes in types)
+        for kernel in candidates
     )
 
 
-# ---- For the graph rewrite -----------------------------------------------------------------------
+# ---- For the graph rewrite -------------------------------------------------------------------
 
 
 @functools.cache
@@ -371,25 +397,25 @@ def dtype_number(name: str) -> int:
     return tf.as_dtype(name).as_datatype_enum
 
 
-# ---- For SavedModels -----------------------------------------------------------------------------
+# ---- For SavedModels -------------------------------------------------------------------------
 
 
 def saved_model_message() -> Any:
     """Returns an empty `SavedModel` message, the type of a saved_model.pb.
 
-    Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the messages
-    inside it, not this one, and `tf.saved_model.load` does not return graphs.
+    Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the
+    messages inside it, not this one, and `tf.saved_model.load` does not return graphs.
     """
     return foreign("tensorflow.core.protobuf.saved_model_pb2:SavedModel")()
 
 
-def message_error() -> Any:
+def message_error() -> type[Exception]:
     """Returns the class of errors in parsing messages.
 
-    Symbol: `google.protobuf.message.Error`. It is public in protobuf, a dependency of TensorFlow,
-    which itself does not export it.
+    Symbol: `google.protobuf.message.Error`. It is public in protobuf, a dependency of
+    TensorFlow, which itself does not export it.
     """
-    return foreign("google.protobuf.message:Error")
+    return cast("type[Exception]", foreign("google.protobuf.message:Error"))
 
 
 def write_fingerprint(directory: str) -> None:
@@ -425,7 +451,7 @@ def xla_works(device: str) -> bool:
         return False
 
 
-# ---- Traced functions ----------------------------------------------------------------------------
+# ---- Traced functions ------------------------------------------------------------------------
 
 
 def is_compiled_by_xla() -> bool:
@@ -436,7 +462,7 @@ def is_compiled_by_xla() -> bool:
     return private("ops.control_flow_ops:get_enclosing_xla_context")() is not None
 
 
-def written_handles(function: Any) -> list[Any]:
+def written_handles(function: Trace) -> list[Handle]:
     """The captured handles of variables that a concrete function may assign to; no arguments.
 
     Symbol: `get_read_only_resource_input_indices_graph` of
@@ -445,10 +471,10 @@ def written_handles(function: Any) -> list[Any]:
     indices = "framework.auto_control_deps_utils:get_read_only_resource_input_indices_graph"
     read = set(private(indices)(function.graph))
     captured = enumerate(function.captured_inputs)
-    return [each for i, each in captured if each.dtype == tf.resource and i not in read]
+    return [x for index, x in captured if x.dtype == tf.resource and index not in read]
 
 
-def capture_into_graph(tensor: Any) -> Any:
+def capture_into_graph(tensor: Tensor) -> Tensor:
     """Captures a tensor from outside in the function being traced; returns its placeholder.
 
     Symbol: `FuncGraph.capture`. Ops capture eager tensors, but the `input_map` of
@@ -458,7 +484,7 @@ def capture_into_graph(tensor: Any) -> Any:
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
 
-def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
+def copy_handle_data(sources: Iterable[Handle], targets: Iterable[Handle]) -> None:
     """Copies dtype and shape of variables from handles to other handles of the same variables.
 
     Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. Second gradients need the
@@ -469,7 +495,7 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
         copy(source, target)
 
 
-def keep_handle_data(loop: Any, loops: Collection[str]) -> None:
+def keep_handle_data(loop: Op, loops: Collection[str]) -> None:
     """Gives the handles of an imported loop, and of loops in its body, what they refer to.
 
     A loop passes its handles on as they are. TensorFlow makes the body's graph again for a
@@ -487,23 +513,23 @@ def keep_handle_data(loop: Any, loops: Collection[str]) -> None:
         loop._body_graph = body
 
 
-def note_variables(variables: Iterable[Any]) -> None:
+def note_variables(variables: Iterable[Variable]) -> None:
     """Registers variables with the function being traced, so that tapes outside watch them.
 
-    Symbol: `FuncGraph.watch_variable`. Reading a variable calls it; an imported node that reads its
-    handle does not.
+    Symbol: `FuncGraph.watch_variable`. Reading a variable calls it; an imported node that reads
+    its handle does not.
     """
     watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
     for variable in variables:
         watch(variable)
 
 
-def register_functions(definitions: Iterable[Any], owner: Any) -> None:
+def register_functions(definitions: Iterable[FunctionDef], owner: Any) -> None:
     """Registers functions with the eager runtime for the lifetime of an object.
 
     Symbols: `add_function_def` and `remove_function` of
-    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds functions to
-    the importing graph only. Their names must be new; a weak reference to the owner is kept.
+    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds functions
+    to the importing graph only. Their names must be new; a weak reference to the owner is kept.
     """
     context = private("eager.context:context")()
     for definition in definitions:
@@ -515,14 +541,14 @@ def register_functions(definitions: Iterable[Any], owner: Any) -> None:
 def give_graphs(names: Iterable[str]) -> None:
     """Gives imported functions of the current graph a graph each, made when it is asked for.
 
-    Symbols: `Graph._functions`, `function_def_to_graph`. TensorFlow keeps the definitions only, and
-    saves a function with a custom gradient only if it has a graph, as traced functions do.
+    Symbols: `Graph._functions`, `function_def_to_graph`. TensorFlow keeps the definitions only,
+    and saves a function with a custom gradient only if it has a graph, as traced functions do.
     """
     registered = private_symbol(tf.compat.v1.get_default_graph(), "_functions")
     registered.update((name, _FunctionWithGraph(registered[name])) for name in names)
 
 
-def graph_of_function(graph: Any, name: str) -> Any:
+def graph_of_function(graph: Graph, name: str) -> Graph:
     """Returns the graph of a function that `give_graphs` was called for.
 
     Symbol: `Graph._functions`.
@@ -540,22 +566,22 @@ class _FunctionWithGraph:
         return getattr(self._function, name)
 
     @functools.cached_property
-    def graph(self) -> Any:
+    def graph(self) -> Graph:
         """A `FuncGraph`."""
         build = private("framework.function_def_to_graph:function_def_to_graph")
         return build(self._function.cached_definition)
 
 
-def registered_gradient(name: str) -> Any:
+def registered_gradient(name: str) -> Method:
     """Returns the gradient function registered under a name; raises a LookupError without one.
 
-    Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
-    looking up is not.
+    Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is
+    public, looking up is not.
     """
-    return private("framework.ops:gradient_registry").lookup(name)
+    return cast("Method", private("framework.ops:gradient_registry").lookup(name))
 
 
-def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
+def differentiate_call(op: Op, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the gradients of a call's inputs, by the function in the op's graph.
 
     Symbols: `function_def_to_graph`, `ConcreteFunction.from_func_graph` and its
@@ -566,38 +592,40 @@ def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
     name = op.get_attr("f").name
     if name not in functions:
         functions[name] = _concrete_function(op, _function_definition(op.graph, name))
-    return functions[name]._get_gradient_function()(op, *gradients)
+    differentiate = functions[name]._get_gradient_function()
+    return cast("Sequence[Tensor]", differentiate(op, *gradients))
 
 
-# The functions of each imported graph. TensorFlow derives the names of gradient functions from loop
-# bodies: building a function twice would give two functions the same name.
-_differentiable: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+# The functions of every imported graph. TensorFlow derives the names of gradient functions from
+# loop bodies: building a function twice would give two functions the same name.
+_Functions: TypeAlias = dict[str, Trace]
+_differentiable: weakref.WeakKeyDictionary[Graph, _Functions] = weakref.WeakKeyDictionary()
 
 
-def _outermost(graph: Any) -> Any:
+def _outermost(graph: Graph) -> Graph:
     while isinstance(getattr(graph, "outer_graph", None), type(graph)):
         graph = graph.outer_graph
     return graph
 
 
-def _concrete_function(op: Any, definition: Any) -> Any:
+def _concrete_function(op: Op, definition: FunctionDef) -> Trace:
     build = private("framework.function_def_to_graph:function_def_to_graph")
     concrete = private("eager.polymorphic_function.concrete_function:ConcreteFunction")
     types = private("eager.polymorphic_function.function_type_utils:function_type_lib")
     with op.graph.as_default():
         body = build(definition)
     copy_handle_data(op.inputs, body.inputs)
-    for each in body.get_operations():
-        if each.type in ("StatelessWhile", "While"):
-            copy_handle_data(each.inputs, each.outputs)
-    kind = types.from_structured_signature(
+    for inner in body.get_operations():
+        if inner.type in ("StatelessWhile", "While"):
+            copy_handle_data(inner.inputs, inner.outputs)
+    function_type = types.from_structured_signature(
         ((), {}), body.structured_outputs, body.function_captures.capture_types
     )
     attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
-    return concrete.from_func_graph(body, kind, attrs=attrs)
+    return concrete.from_func_graph(body, function_type, attrs=attrs)
 
 
-def _function_definition(graph: Any, name: str) -> Any:
+def _function_definition(graph: Graph | None, name: str) -> FunctionDef:
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
@@ -606,7 +634,7 @@ def _function_definition(graph: Any, name: str) -> Any:
     return private("eager.context:context")().get_function_def(name)
 
 
-def function_options(function: Any) -> dict[str, Any]:
+def function_options(function: Function) -> dict[str, Any]:
     """Returns the arguments of `tf.function` that a function was created with.
 
     Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
@@ -617,7 +645,7 @@ def function_options(function: Any) -> dict[str, Any]:
     return {"input_signature": function.input_signature, **options}
 
 
-def function_signature(function: Any) -> inspect.Signature:
+def function_signature(function: Function) -> inspect.Signature:
     """Returns the signature of a `tf.function`, with defaults.
 
     Symbol: the attribute `_default_values` of `tf.types.experimental.PolymorphicFunction`. The
@@ -625,8 +653,8 @@ def function_signature(function: Any) -> inspect.Signature:
     """
     defaults = private_symbol(function, "_default_values")
     parameters = [
-        inspect.Parameter(each.name, each.kind, default=defaults.get(each.name, each.empty))
-        for each in function.function_type.parameters.values()
+        inspect.Parameter(name, parameter.kind, default=defaults.get(name, parameter.empty))
+        for name, parameter in function.function_type.parameters.items()
     ]
     return inspect.Signature(parameters)
 
@@ -639,24 +667,24 @@ class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:
     """
 
 
-# ---- For diagnostics -----------------------------------------------------------------------------
+# ---- For diagnostics -------------------------------------------------------------------------
 
 
-def set_attribute(operation: Any, name: str, value: Any) -> None:
+def set_attribute(operation: Op, name: str, value: Any) -> None:
     """Adds an attribute, a `TensorProto`, to an op. Symbol: `Operation._set_attr`."""
     attribute = tf.compat.v1.AttrValue(tensor=value)
     private_symbol(operation, "_set_attr")(name, attribute)
 
 
-def ops_marked(name: str, text: str) -> Any:
+def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which ops added to the current graph get an attribute.
 
-    Symbol: `Graph._attr_scope`. Name scopes would be public, but change the names that rules match.
-    The attribute's name begins with an underscore.
+    Symbol: `Graph._attr_scope`. Name scopes would be public, but change the names that rules
+    match. The attribute's name begins with an underscore.
     """
     attribute = tf.compat.v1.AttrValue(s=text.encode())
     scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
-    return scope({name: attribute})
+    return cast("contextlib.AbstractContextManager[None]", scope({name: attribute}))
 
 
 def as_written(method: _Method) -> _Method:

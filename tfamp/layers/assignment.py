@@ -1,25 +1,26 @@
 """The assignment of a layer: what it computes in, who decided that, and in which role.
 
-One frozen value per layer. `assigned` makes it from the layer's class and a policy; a policy does
-so when it constructs a layer, and a level for every layer of a finished model. The modules that
-change a layer's dtype store it, and settings and levels read it. A layer without one has the dtype
-that it was made with, without tfamp.
+One frozen value per layer. `assigned` makes it from the layer's class and a policy; a policy
+does so when it constructs a layer, and a level for every layer of a finished model. The modules
+that change a layer's dtype store it, and settings and levels read it. A layer without one has
+the dtype that it was made with, without tfamp.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from tfamp.core.kinds import KerasPolicy, Layer
 from tfamp.layers.layer_dtypes import float_policy
 from tfamp.layers.records import WeakMap
 from tfamp.policy import Policy, prepares_data
 
 Decider: TypeAlias = Literal["policy", "level", "user"]
-# "hidden" layers compute in the policy's dtype. "output" layers are raised to float32 while they
-# make an output of a model. "statistics" is a BatchNormalization, whose statistics are float32 and
-# whose output has the dtype of its input. "exact" layers are float32 with all that is in them, as
-# their class is, and "data" layers as they prepare data.
+# "hidden" layers compute in the policy's dtype. "output" layers are raised to float32 while
+# they make an output of a model. "statistics" is a BatchNormalization, whose statistics are
+# float32 and whose output has the dtype of its input. "exact" layers are float32 with all that
+# is in them, as their class is, and "data" layers as they prepare data.
 Role: TypeAlias = Literal["hidden", "output", "statistics", "exact", "data"]
 
 
@@ -27,7 +28,7 @@ Role: TypeAlias = Literal["hidden", "output", "statistics", "exact", "data"]
 class Before:
     """State of a layer before a level: its Keras policy, and whether Keras casts its inputs."""
 
-    policy: Any
+    policy: KerasPolicy
     autocast: bool
 
 
@@ -36,16 +37,15 @@ class Assignment:
     """The dtype a layer computes in, who decided that, and its role.
 
     Attributes:
-        given: Name of the float policy that the layer got. If it has another one now, a user has
-            set that since.
+        policy_name: Name of the float policy that the layer got. If it has another one now, a
+            user has set that since.
         by: Who decided.
         role: The layer's role.
-        policy: The mixed policy that manages the layer, as `layers.model_roles` says; None for
-            others.
+        policy: The mixed policy that manages the layer (see `layers.model_roles`), or None.
         before: What a level restores when it is taken back; None without a level.
     """
 
-    given: str
+    policy_name: str
     by: Decider
     role: Role = "hidden"
     policy: Policy | None = None
@@ -55,7 +55,13 @@ class Assignment:
 assignments: WeakMap[Assignment] = WeakMap()
 
 
-def assigned(layer_class: type, policy: Policy, by: Decider, *, fused: bool = False) -> Assignment:
+def assigned(
+    layer_class: type,
+    policy: Policy,
+    by: Decider,
+    *,
+    fused: bool = False,
+) -> Assignment:
     """Returns what a mixed policy assigns to a layer of a class, outside of models' outputs.
 
     `fused` is whether the class has a kernel with float32 statistics for low inputs.
@@ -65,7 +71,7 @@ def assigned(layer_class: type, policy: Policy, by: Decider, *, fused: bool = Fa
         >>> policy = Policy("mixed_float16", float32_layers=["Softmax"])
         >>> for layer in (keras.layers.Dense, keras.layers.Softmax):
         ...     assignment = assigned(layer, policy, "policy")
-        ...     print(assignment.given, assignment.role)
+        ...     print(assignment.policy_name, assignment.role)
         mixed_float16 hidden
         float32 exact
     """
@@ -76,25 +82,25 @@ def assigned(layer_class: type, policy: Policy, by: Decider, *, fused: bool = Fa
     return Assignment("float32", by, "data" if prepares_data(layer_class) else "exact")
 
 
-def managed_by(layer: Any) -> Policy | None:
+def managed_by(layer: Layer) -> Policy | None:
     """Returns the mixed policy that manages a layer, None for other layers."""
     assignment = assignments.get(layer)
     return None if assignment is None else assignment.policy
 
 
-def set_by_hand(layer: Any) -> bool:
+def set_by_hand(layer: Layer) -> bool:
     """Whether a user set a layer's dtype, by `tfamp.set_layer_dtype` or since a level."""
     assignment = assignments.get(layer)
     return assignment is not None and assignment.by == "user"
 
 
-def before_level(layer: Any) -> Before | None:
+def before_level(layer: Layer) -> Before | None:
     """Returns what a layer had before the level that it is at; None without a level."""
     assignment = assignments.get(layer)
     return None if assignment is None else assignment.before
 
 
-def decider_of(layer: Any, default: str) -> Decider:
+def decider_of(layer: Layer, default: str) -> Decider:
     """Returns who decided the dtype that a layer has now.
 
     A layer without an assignment was made without tfamp or read from a file, which does not say
@@ -104,10 +110,12 @@ def decider_of(layer: Any, default: str) -> Decider:
         layer: A layer that computes something itself.
         default: Name of the float policy of most layers of its model.
     """
-    assignment, now = assignments.get(layer), float_policy(layer)
+    assignment = assignments.get(layer)
+    name_now = float_policy(layer)
     if assignment is not None:
-        return assignment.by if now == assignment.given else "user"
-    usual = {default}
+        return assignment.by if name_now == assignment.policy_name else "user"
+    usual_names = {default}
     if default.startswith("mixed_") and Policy(default).keeps_float32(type(layer)):
-        usual.add("float32")  # BatchNormalization, in a model made under a policy of tfamp's.
-    return "policy" if now in usual else "user"
+        # A BatchNormalization, in a model made under a policy of tfamp's.
+        usual_names.add("float32")
+    return "policy" if name_now in usual_names else "user"

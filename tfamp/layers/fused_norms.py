@@ -1,12 +1,12 @@
 """Runs BatchNormalization layers of mixed policies on TensorFlow's fused kernel.
 
-For Keras such a layer is float32: policy, variables and statistics. Only its call differs: a low
-input is not cast to float32 first, and the output is low too, unless the layer makes an output of a
-model. Other inputs are handled by Keras.
+For Keras such a layer is float32: policy, variables and statistics. Only its call differs: a
+low input is not cast to float32 first, and the output is low too, unless the layer makes an
+output of a model. Other inputs are handled by Keras.
 
-The kernel reads its input and writes its output once, in the low dtype, and computes in float32 in
-between. The same formula in separate ops casts to float32 first and reads that tensor several
-times.
+The kernel reads its input and writes its output once, in the low dtype, and computes in float32
+in between. The same formula in separate ops casts to float32 first and reads that tensor
+several times.
 
 The methods are wrapped on single layers: a layer created under another policy, or loaded from a
 file, is Keras's own, and a wrapped one keeps its kernel when the policy changes.
@@ -14,23 +14,23 @@ file, is Keras's own, and a wrapped one keeps its kernel when the policy changes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.kinds import Layer, Method, Tensor, Variable
 from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import wrap_method
 from tfamp.layers.assignment import assignments
 
-_Method = Callable[..., Any]
 # Methods that a subclass may override without changing the arithmetic.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
 _OPS = ("FusedBatchNormV3", "FusedBatchNormGradV3")
-# Some versions of cuDNN refuse smaller ones; TensorFlow's public function increases them.
+# Some versions of cuDNN refuse an epsilon below 1e-5. TensorFlow's public function has increased
+# smaller ones to this value, and Keras's applications use it, so it must be accepted.
 _LEAST_EPSILON_ON_GPUS = 1.001e-5
 
 
@@ -40,14 +40,14 @@ def can_fuse(layer_class: type) -> bool:
     if not issubclass(layer_class, norm) or not runs_tensorflow():
         return False
     between = layer_class.__mro__[: layer_class.__mro__.index(norm)]
-    added = {name for each in between for name in vars(each)} - _HARMLESS
-    # Every class has a few __names__ of its own.
+    added = {name for subclass in between for name in vars(subclass)} - _HARMLESS
+    # Python gives every class a few __names__.
     changed = {name for name in added if name == "__call__" or not name.startswith("__")}
     return not any(hasattr(norm, name) for name in changed)
 
 
-def fuse(layer: Any, low: str) -> None:
-    """Makes a managed layer of a class that `can_fuse` use the kernel for inputs of a low dtype.
+def fuse(layer: Layer, low: str) -> None:
+    """Makes a managed layer of a class that `can_fuse` use the kernel for low inputs.
 
     The layer's constructor may still be running.
     """
@@ -55,7 +55,7 @@ def fuse(layer: Any, low: str) -> None:
         # Keras would cast the input to float32 before the layer sees it.
         layer.autocast = False
 
-    def output_dtype(inputs: Any) -> str:
+    def output_dtype(inputs: Tensor) -> str:
         """Dtype of the output, also without the kernel: symbolic tensors have it."""
         assignment = assignments.get(layer)
         raised = assignment is not None and assignment.role == "output"
@@ -63,7 +63,9 @@ def fuse(layer: Any, low: str) -> None:
             return low
         return str(layer.compute_dtype)
 
-    def call(original: _Method, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(
+        original: Method, inputs: Tensor, training: bool | None = None, mask: Tensor = None
+    ) -> Tensor:
         returned = output_dtype(inputs)
         is_low = returned == low == _dtype_of(inputs)
         if is_low and mask is None and fits(layer, inputs, low, training):
@@ -72,7 +74,7 @@ def fuse(layer: Any, low: str) -> None:
             inputs = keras.ops.cast(inputs, layer.input_dtype)
         return keras.ops.cast(original(inputs, training=training, mask=mask), returned)
 
-    def compute_output_spec(original: _Method, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(original: Method, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         spec = original(inputs, *args, **kwargs)
         return keras.KerasTensor(spec.shape, dtype=output_dtype(inputs), sparse=spec.sparse)
 
@@ -80,10 +82,10 @@ def fuse(layer: Any, low: str) -> None:
     wrap_method(layer, "compute_output_spec", compute_output_spec)
 
 
-def fits(layer: Any, inputs: Any, dtype: str, training: Any) -> bool:
+def fits(layer: Layer, inputs: Tensor, dtype: str, training: bool | None) -> bool:
     """Whether the kernel of a dtype can compute a layer of a class that `can_fuse`.
 
-    `training` is whether the batch's own statistics are used.
+    `training` is whether the statistics are those of the batch.
     """
     if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
         return False
@@ -100,23 +102,23 @@ def fits(layer: Any, inputs: Any, dtype: str, training: Any) -> bool:
 
 
 def has_fused_kernel(dtype: str, epsilon: float, *, frozen: bool = False) -> bool:
-    """Whether the kernel and its gradient run in a dtype and with an epsilon on the current device.
+    """Whether the kernel and its gradient take a dtype and an epsilon on the current device.
 
-    That is where TensorFlow places the next op; `frozen` is with given statistics.
+    That is where TensorFlow places the next op; `frozen` is with the moving statistics.
     """
     device = tf_private.device_kind_in_force() or tf_private.default_device_kind()
     if device == "gpu":
-        # On GPUs the gradient with given statistics raises an error under op determinism.
-        not_there = frozen and tf_private.op_determinism_is_enabled()
-        if not_there or epsilon < _LEAST_EPSILON_ON_GPUS:
+        # On GPUs the gradient with moving statistics raises an error under op determinism.
+        raises = frozen and tf_private.op_determinism_is_enabled()
+        if raises or epsilon < _LEAST_EPSILON_ON_GPUS:
             return False
     return all(dtype in tf_private.op_inputs(op, device)[0].floats for op in _OPS)
 
 
-def normalize(layer: Any, inputs: Any, training: Any) -> Any:
+def normalize(layer: Layer, inputs: Tensor, training: bool | None) -> Tensor:
     """Computes a layer by the kernel, and updates its moving statistics like Keras.
 
-    `training` is whether the batch's own statistics are used.
+    `training` is whether the statistics are those of the batch.
     """
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     gamma = _float32(layer.gamma) if layer.scale else None
@@ -131,15 +133,19 @@ def normalize(layer: Any, inputs: Any, training: Any) -> Any:
 
 
 def fused_norm(
-    x: tf.Tensor, gamma: Any, beta: Any, epsilon: float, statistics: Any = ()
-) -> tuple[Any, Any, Any]:
-    """Normalizes over all axes but the last, by the batch's own or by given statistics.
+    x: tf.Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    epsilon: float,
+    statistics: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizes over all axes but the last, by the statistics of the batch or other ones.
 
-    Scale and offset are float32 of shape [channels], None for one and zero; `statistics` are a mean
-    and a variance, for inference. Gradients flow through the outputs only.
+    Scale and offset are float32 of shape [channels], None for one and zero; `statistics` are a
+    mean and a variance, for inference. Gradients flow through the outputs only.
 
-    Returns the outputs, of the input's shape and dtype, the mean, and the biased variance: the sum
-    of squares over n.
+    Returns the outputs, of the input's shape and dtype, the mean, and the biased variance: the
+    sum of squares over n.
 
     Example:
         >>> x = tf.constant([[1.0], [3.0]], tf.bfloat16)
@@ -152,8 +158,8 @@ def fused_norm(
     """
     mean, variance = statistics or [tf.zeros([0], tf.float32)] * 2
     channels = x.shape[-1]
-    # The kernel takes images. Statistics depend on the channels only, so other inputs become one
-    # image of one row, the fastest of the possible shapes on a CPU.
+    # The kernel takes images. Statistics depend on the channels only, so other inputs become
+    # one image of one row, the fastest of the possible shapes on a CPU.
     is_image = x.shape.rank == 4
     fused = tf.raw_ops.FusedBatchNormV3(
         x=x if is_image else tf.reshape(x, [1, 1, -1, channels]),
@@ -178,9 +184,9 @@ def _biased(unbiased: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.equal(size, 1.0), 0.0, unbiased * ((size - 1.0) / size))
 
 
-def _dtype_of(tensor: Any) -> str:
+def _dtype_of(tensor: Tensor) -> str:
     return str(keras.backend.standardize_dtype(tensor.dtype))
 
 
-def _float32(variable: Any) -> Any:
+def _float32(variable: Variable) -> Tensor:
     return keras.ops.cast(variable, "float32")

@@ -1,10 +1,11 @@
 """Dtypes that depend on how models are built and called, set by wrapped methods of each model.
 
 Five facts are known only then: a subclassed model is the outermost one called, and so returns
-float32; a Functional or Sequential is called by a user's own layer, and so is a part of it, or by a
-subclassed model, which gets its outputs in a low dtype; a Sequential has built a new Functional; a
-layer holds one that needs exact inputs; a layer adds losses. Methods are wrapped on single objects,
-not on classes: they keep working after the policy has changed and affect no other model.
+float32; a Functional or Sequential is called by a user's own layer, and so is a part of it, or
+by a subclassed model, which gets its outputs in a low dtype; a Sequential has built a new
+Functional; a layer holds one that needs exact inputs; a layer adds losses. Methods are wrapped
+on single objects, not on classes: they keep working after the policy has changed and affect no
+other model.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
 from tfamp import kernel_guard
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
@@ -30,11 +32,14 @@ from tfamp.layers.model_roles import graph_of
 from tfamp.layers.records import WeakMap
 from tfamp.policy import Policy, prepares_data
 
+# Whether a rule applies to a layer; the flag says that it is masked, or extended by a subclass.
+_Applies: TypeAlias = Callable[[Layer, bool], bool]
+
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
 uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
-_FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
+_FLOAT32_INSIDE: dict[type, _Applies] = {
     keras.layers.Average: lambda *_: True,  # adds one tensor after the other
     keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
     keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
@@ -44,8 +49,8 @@ _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
     keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
 }
-# Keras's layers that add nothing up, nor do their gradients. BatchNormalization has rules of its
-# own: float32 statistics, by one kernel, and rewrites replace the method of its class.
+# Keras's layers that add nothing up, nor do their gradients. BatchNormalization has other
+# rules: float32 statistics, by one kernel, and rewrites replace the method of its class.
 _WITHOUT_SUMS = (
     keras.layers.BatchNormalization,
     keras.layers.Concatenate,
@@ -63,18 +68,18 @@ _EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
 class _Running(threading.local):
     def __init__(self) -> None:
         # Models that are being called with symbolic tensors in this thread.
-        self.symbolic: list[Any] = []
+        self.symbolic: list[Layer] = []
         # Models whose output spec is being computed; Keras does not record these.
-        self.specs: list[Any] = []
+        self.specs: list[Layer] = []
         # Layers that a policy keeps in float32, being called or built.
-        self.float32: list[Any] = []
+        self.float32: list[Layer] = []
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def _noted(running: list[Any], layer: Any) -> Iterator[None]:
+def _running_in(running: list[Layer], layer: Layer) -> Iterator[None]:
     """A context in which a layer is the innermost one that runs."""
     running.append(layer)
     try:
@@ -83,7 +88,7 @@ def _noted(running: list[Any], layer: Any) -> Iterator[None]:
         running.pop()
 
 
-def protect_values(layer: Any) -> None:
+def protect_values(layer: Layer) -> None:
     """Keeps losses, raw features and long sums in float32, as low dtypes cannot hold them.
 
     The layer may have any dtype, and its constructor may still be running.
@@ -110,39 +115,38 @@ def protect_values(layer: Any) -> None:
     _take_inputs_as_they_are(layer)
     name = keras_hooks.first_method_of_call(layer)
     if name not in wrapped_methods(layer):
-        # A layer gets its sublayers after its base constructor: they are known at the first call.
+        # A layer gets its sublayers after its base constructor: the first call knows them.
         wrap_method(layer, name, begin)
         if isinstance(layer, keras.Sequential):
             wrap_method(layer, "build", functools.partial(_build_sequential, layer))
 
 
-def _look_up_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls an Embedding with exact ids, its first argument, unless it gets features to reverse."""
-    given = inspect.signature(original).bind(*args, **kwargs)
-    if not given.arguments.get("reverse"):
-        ids = next(iter(given.arguments))
-        exact = keras.tree.map_structure(layer_dtypes.as_given, given.arguments[ids])
-        given.arguments[ids] = exact
-    return original(*given.args, **given.kwargs)
+def _look_up_exactly(original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Calls an Embedding with exact ids, its first argument, unless it reverses features."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if not call.arguments.get("reverse"):
+        name = next(iter(call.arguments))
+        ids = call.arguments[name]
+        call.arguments[name] = keras.tree.map_structure(layer_dtypes.before_cast, ids)
+    return original(*call.args, **call.kwargs)
 
 
-def _compute_in_float32(layer: Any, layer_class: Any, applies: Callable[[Any, bool], bool]) -> None:
+def _compute_in_float32(layer: Layer, layer_class: type[Layer], applies: _Applies) -> None:
     """Makes a layer of `_FLOAT32_INSIDE` compute in float32 between low inputs and outputs.
 
-    A subclass with its own `call` computes all of it in float32, its sublayers included: it may mix
-    their outputs with its inputs, and call the method of its base class on either.
+    A subclass that overrides `call` computes all of it in float32, its sublayers included: it
+    may mix their outputs with its inputs, and call the method of its base class on either.
     """
     if isinstance(layer, _EXACT_INPUTS):
         _uncast(layer)
     is_extended = type(layer).call is not layer_class.call
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        if not applies(layer, is_extended or given.get("mask") is not None):
+    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not applies(layer, is_extended or arguments.get("mask") is not None):
             return original(*args, **kwargs)
         if is_extended:
-            sublayers, policy_name = keras_hooks.sublayers(layer), layer_dtypes.float_policy(layer)
-            _set_float32(sublayers, is_built_in(layer), policy_name)
+            _set_sublayers_float32(layer, layer_dtypes.float_policy(layer))
         args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
         with keras_hooks.reading_variables_in(None):
             return layer_dtypes.lowered(original(*args, **kwargs), layer.compute_dtype)
@@ -150,47 +154,47 @@ def _compute_in_float32(layer: Any, layer_class: Any, applies: Callable[[Any, bo
     wrap_method(layer, "call", call)
 
 
-def _compute_angles_in_float32(layer: Any) -> None:
+def _compute_angles_in_float32(layer: Layer) -> None:
     """Makes a layer compute angles of exact positions in float32, with low outputs."""
     _uncast(layer)
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
         dtype = layer.compute_dtype
         if dtype not in LOW_PRECISION:
             return original(*args, **kwargs)
         args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
         with keras_hooks.computing_in_float32(layer), keras_hooks.reading_variables_in(None):
-            found = original(*args, **kwargs)
-        return layer_dtypes.lowered(found, dtype)
+            outputs = original(*args, **kwargs)
+        return layer_dtypes.lowered(outputs, dtype)
 
     wrap_method(layer, "call", call)
 
 
-def add_losses_in_float32(layer: Any) -> None:
-    """Casts losses that a layer adds to float32, and computes its activity regularizer in float32.
+def add_losses_in_float32(layer: Layer) -> None:
+    """Makes the losses that a layer adds float32, and its activity regularizer compute in it.
 
-    Keras adds these to the model's float32 loss and cannot mix dtypes, and a sum of many squared
-    activations exceeds float16's range. After `call` Keras computes the regularizer of each output
-    in the output's dtype and passes the result to `add_loss`, which replaces it.
+    Keras adds these to the model's float32 loss and cannot mix dtypes, and a sum of many
+    squared activations exceeds float16's range. After `call` Keras computes the regularizer of
+    each output in the output's dtype and passes the result to `add_loss`, which replaces it.
     """
     regularizer = layer.activity_regularizer
     if "add_loss" in wrapped_methods(layer) or (is_built_in(layer) and regularizer is None):
         return
     thread = threading.local()  # each replica traces in its own thread
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
         thread.outputs = []
         outputs = original(*args, **kwargs)
         thread.outputs = [x for x in keras.tree.flatten(outputs) if keras.ops.is_tensor(x)]
         return outputs
 
-    def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(original: Method, *args: Any, **kwargs: Any) -> Nest:
         try:
             return original(*args, **kwargs)
         finally:
             thread.outputs = []  # nothing regularizes symbolic tensors
 
-    def add_loss(original: Callable[[Any], None], loss: Any) -> None:
+    def add_loss(original: Method, loss: Nest) -> None:
         outputs = getattr(thread, "outputs", None)
         if outputs:
             output = outputs.pop(0)
@@ -204,8 +208,8 @@ def add_losses_in_float32(layer: Any) -> None:
         wrap_method(layer, "compute_output_spec", compute_output_spec)
 
 
-def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """Returns Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
+def _activity_loss(regularizer: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+    """Returns Keras's loss for one output of a layer, a batch mean from Keras 3.14 on."""
     loss = regularizer(layer_dtypes.in_float32(output))
     if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss
@@ -213,72 +217,78 @@ def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
     return keras.ops.divide_no_nan(loss, batch_size)
 
 
-def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _build_sequential(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
     """Builds a Sequential; an InputLayer that Keras makes for it takes float32 features.
 
-    Keras gives it the compute dtype of the first layer; one given by the user has float32.
+    Keras gives it the compute dtype of the first layer; one that the user added has float32.
     """
-    before = keras_hooks.sublayers(model)[:1]
+    first_before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
-    for layer in keras_hooks.sublayers(model)[:1]:
-        made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
-        if made and layer.dtype in LOW_PRECISION:
-            keras_hooks.set_fed_dtype(layer, "float32")
+    for first in keras_hooks.sublayers(model)[:1]:
+        made_by_keras = isinstance(first, keras.layers.InputLayer) and first_before != (first,)
+        if made_by_keras and first.dtype in LOW_PRECISION:
+            keras_hooks.set_fed_dtype(first, "float32")
     return result
 
 
-def _take_inputs_as_they_are(layer: Any) -> None:
+def _take_inputs_as_they_are(layer: Layer) -> None:
     if casts_unprepared(layer):
         _uncast(layer)
-    elif _casts_low(layer) and _holds(layer, lambda each: isinstance(each, _EXACT_INPUTS)):
+    elif _casts_low(layer) and _holds(layer, _takes_exact_inputs):
         _uncast(layer)
         if not (is_built_in(layer) or isinstance(layer, keras.Sequential)):
             wrap_method(layer, "call", functools.partial(_cast_and_remember, layer))
 
 
-def _uncast(layer: Any) -> None:
+def _takes_exact_inputs(layer: Layer) -> bool:
+    return isinstance(layer, _EXACT_INPUTS)
+
+
+def _uncast(layer: Layer) -> None:
     layer.autocast = False
     uncast_inputs.set(layer, True)
 
 
-def _cast_and_remember(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls user code as Keras does, with low inputs; `as_given` returns the float32 ones."""
+def _cast_and_remember(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Calls user code as Keras does, with low inputs; `before_cast` undoes the cast."""
     dtype = layer.compute_dtype
     args, kwargs = layer_dtypes.lowered((args, kwargs), dtype)
     with keras_hooks.reading_variables_in(dtype):
         return original(*args, **kwargs)
 
 
-def casts_unprepared(layer: Any) -> bool:
-    """Whether a layer casts its inputs to a low dtype before a preprocessing layer inside it."""
+def casts_unprepared(layer: Layer) -> bool:
+    """Whether a layer casts its inputs to a low dtype for a preprocessing layer inside it."""
     return _casts_low(layer) and _holds(layer, _prepares)
 
 
-def _casts_low(layer: Any) -> bool:
+def _casts_low(layer: Layer) -> bool:
     low = layer.autocast and layer.compute_dtype in LOW_PRECISION
     return low and not isinstance(layer, keras_hooks.functional_class())
 
 
-def _prepares(layer: Any) -> bool:
+def _prepares(layer: Layer) -> bool:
     return prepares_data(type(layer)) and layer.compute_dtype not in LOW_PRECISION
 
 
-def _holds(layer: Any, applies: Callable[[Any], bool]) -> bool:
+def _holds(layer: Layer, applies: Callable[[Layer], bool]) -> bool:
     inside = keras_hooks.sublayers(layer)
-    return any(applies(each) or _holds(each, applies) for each in inside)
+    return any(applies(sublayer) or _holds(sublayer, applies) for sublayer in inside)
 
 
 def assignment_under(
-    layer: Any, policy: Policy, by: Decider, before: Before | None = None
+    layer: Layer, policy: Policy, by: Decider, before: Before | None = None
 ) -> Assignment:
     """Returns the assignment of a mixed policy to a layer; changes nothing."""
     is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
-    made = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
+    assignment = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
     # Of a Functional or Sequential the layers in it compute and are managed.
-    return dataclasses.replace(made, before=before, policy=None if is_graph else made.policy)
+    return dataclasses.replace(
+        assignment, before=before, policy=None if is_graph else assignment.policy
+    )
 
 
-def manage(layer: Any, policy: Policy, assignment: Assignment) -> None:
+def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
     """Stores the assignment of a layer under a policy, and wraps the methods that this needs.
 
     The layer is new or already has the dtype that is assigned. A model itself keeps the mixed
@@ -291,7 +301,7 @@ def manage(layer: Any, policy: Policy, assignment: Assignment) -> None:
     is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
     if fused_norms.can_fuse(type(layer)):
         fused_norms.fuse(layer, policy.compute_dtype)
-    elif assignment.given == "float32":
+    elif assignment.policy_name == "float32":
         _keep_sublayers_float32(layer, policy)
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:
@@ -300,7 +310,7 @@ def manage(layer: Any, policy: Policy, assignment: Assignment) -> None:
         cast_outermost(layer)
 
 
-def guard_kernels(layer: Any) -> None:
+def guard_kernels(layer: Layer) -> None:
     """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
     is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
     if is_plain and isinstance(layer, _WITHOUT_SUMS):
@@ -311,19 +321,19 @@ def guard_kernels(layer: Any) -> None:
             wrap_method(layer, name, functools.partial(_call_guarded, layer))
 
 
-def _call_guarded(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_guarded(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
     if layer.compute_dtype not in LOW_PRECISION:
         return original(*args, **kwargs)
     with kernel_guard.guarded():
         return original(*args, **kwargs)
 
 
-def computing_specs_of(model: Any) -> contextlib.AbstractContextManager[None]:
+def computing_specs_of(model: Model) -> contextlib.AbstractContextManager[None]:
     """A context to compute the specs of a model's parts in: none of them is outermost."""
-    return _noted(_running.specs, model)
+    return _running_in(_running.specs, model)
 
 
-def manage_functional(functional: Any, owner: Any = None) -> None:
+def manage_functional(functional: Functional, owner: Model | None = None) -> None:
     """Gives the layers of a Functional the dtypes of their roles, and wraps its calls.
 
     The owner is the Sequential that runs it, if known.
@@ -332,16 +342,16 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
         _watch_functional(functional)
 
 
-def _watch_functional(functional: Any) -> None:
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _watch_functional(functional: Functional) -> None:
+    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
         graph = graph_of(functional)
-        args, kwargs = keras.tree.map_structure(layer_dtypes.as_given, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(layer_dtypes.before_cast, (args, kwargs))
         # A Sequential, which calls its Functional's call(), handles its own callers.
         if graph is not None and graph.owner() is None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(operation: Operation, function: Method) -> Method:
         graph = graph_of(functional)
         if graph is None or id(operation) not in graph.inner:
             return function
@@ -352,71 +362,74 @@ def _watch_functional(functional: Any) -> None:
     keras_hooks.wrap_operations(functional, around)
 
 
-def _through_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _through_float32(function: Method, *args: Any, **kwargs: Any) -> Nest:
     """Casts the low output of a layer, which a Functional returns too, to float32 and back.
 
-    The appended cast returns the float32 tensor, so other outputs have gradients with respect to
-    it.
+    The appended cast returns the float32 tensor, so other outputs have gradients with respect
+    to it.
     """
 
     def cast(x: Any) -> Any:
+        if not layer_dtypes.is_low(x):
+            return x
         return layer_dtypes.in_low(layer_dtypes.in_float32(x), x.dtype)
 
     outputs = function(*args, **kwargs)
-    return keras.tree.map_structure(lambda x: cast(x) if layer_dtypes.is_low(x) else x, outputs)
+    return keras.tree.map_structure(cast, outputs)
 
 
-def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _spec_of(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
     caller = _caller_of(model)
     with computing_specs_of(model):
         return _for_caller(caller, model, original(*args, **kwargs))
 
 
-def _caller_of(model: Any) -> Any:
+def _caller_of(model: Model) -> Layer | None:
     """Returns the innermost layer or model that calls a model; None if it is called alone."""
     for layer in reversed((*_running.specs, *keras_hooks.calling_layers())):
-        # A Sequential is not a caller of the Functional inside it.
-        outside = isinstance(layer, keras.Sequential) and keras_hooks.functional_of(layer) is model
-        if layer is not model and not outside:
+        is_sequential = isinstance(layer, keras.Sequential)
+        if is_sequential and keras_hooks.functional_of(layer) is model:
+            continue  # A Sequential is not a caller of the Functional inside it.
+        if layer is not model:
             return layer
     return None
 
 
-def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
+def _as_part(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Calls a Functional or Sequential as a part of the layer that calls it, if any."""
     caller, graph = _caller_of(model), graph_of(model)
     # A model that makes outputs of a Functional stays float32.
-    ends = graph is not None and bool(graph.output_of)
-    if caller is not None and not model_roles.is_subclassed_model(caller) and not ends:
+    makes_outputs = graph is not None and bool(graph.output_of)
+    is_part = caller is not None and not model_roles.is_subclassed_model(caller)
+    if is_part and not makes_outputs:
         model_roles.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))
 
 
-def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
-    """Casts the outputs of a Functional or Sequential to the compute dtype of a subclassed caller.
+def _for_caller(caller: Layer | None, model: Model, outputs: Nest) -> Nest:
+    """Casts outputs of a Functional or Sequential to the compute dtype of a subclassed caller.
 
-    The caller's code may add them to other low tensors. If it returns one of them as its own
-    output, that is the float32 tensor again.
+    The caller's code may add them to other low tensors. If it returns one of them as an output,
+    that is the float32 tensor again.
     """
-    if not model_roles.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
+    if caller is None or not model_roles.is_subclassed_model(caller):
         return outputs
-    made = model_roles.float32_made_of_low(model)
-    if not any(made):
-        return outputs
-    flat = zip(keras.tree.flatten(outputs), made, strict=True)
     dtype = caller.compute_dtype
-    lowered = [layer_dtypes.in_low(x, dtype) if each else x for x, each in flat]
-    return keras.tree.pack_sequence_as(outputs, lowered)
+    made_of_low = model_roles.float32_made_of_low(model)
+    if dtype not in LOW_PRECISION or not any(made_of_low):
+        return outputs
+    flat = zip(keras.tree.flatten(outputs), made_of_low, strict=True)
+    cast_outputs = [layer_dtypes.in_low(x, dtype) if was_low else x for x, was_low in flat]
+    return keras.tree.pack_sequence_as(outputs, cast_outputs)
 
 
-def _watch_sequential(model: Any) -> None:
+def _watch_sequential(model: Model) -> None:
     """Tracks the Functionals that a Sequential builds and drops.
 
-    It builds a new one whenever a layer is added or removed, and the former may live on for a
-    while.
+    It builds a new one whenever a layer is added or removed, and the former may live on.
     """
 
-    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def build(original: Method, *args: Any, **kwargs: Any) -> Nest:
         model_roles.forget_dropped(model)
         result = original(*args, **kwargs)
         model_roles.forget_dropped(model)
@@ -426,20 +439,20 @@ def _watch_sequential(model: Any) -> None:
             model_roles.settle(functional, model)
         return result
 
-    def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def pop(original: Method, *args: Any, **kwargs: Any) -> Nest:
         layer = original(*args, **kwargs)
         model_roles.forget_dropped(model)
         return layer
 
-    def get_config(original: Callable[[], Any]) -> Any:
-        # Keras lists the Sequential's own layers; appended casts are in the Functional only.
+    def get_config(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        # Keras lists the layers of the Sequential; appended casts are in the Functional only.
         config = original()
         appended = model_roles.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
     def returns_low() -> bool:
-        """Whether the output is low: nested inputs, for one, build no Functional with a cast."""
+        """Whether the output is low: nested inputs, say, build no Functional with a cast."""
         built = keras_hooks.functional_of(model) is not None
         return not built and any(map(model_roles.wants_float32, model.layers[-1:]))
 
@@ -449,11 +462,11 @@ def _watch_sequential(model: Any) -> None:
     cast_outermost(model, returns_low)
 
 
-def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> None:
+def cast_outermost(model: Model, applies: Callable[[], bool] = lambda: True) -> None:
     """Makes the outermost call of a model return float32, in its spec and its export too.
 
-    Inside another layer's call it returns its low dtype, which the next layer takes. So it does for
-    symbolic tensors: the Functional made of them casts its outputs where needed.
+    Inside another layer's call it returns its low dtype, which the next layer takes. So it does
+    for symbolic tensors: the Functional made of them casts its outputs where needed.
     """
     cast = functools.partial(_as_float32, model)
 
@@ -461,16 +474,16 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
         symbolic = any(running is model for running in _running.symbolic)
         return not symbolic and applies() and _caller_of(model) is None
 
-    def symbolic_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _noted(_running.symbolic, model):
+    def symbolic_call(original: Method, *args: Any, **kwargs: Any) -> Nest:
+        with _running_in(_running.symbolic, model):
             return original(*args, **kwargs)
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
         outputs = original(*args, **kwargs)
         # After the call, which may build a Sequential.
         return keras.tree.map_structure(cast, outputs) if outermost() else outputs
 
-    def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(original: Method, *args: Any, **kwargs: Any) -> Nest:
         spec = _spec_of(model, original, *args, **kwargs)
         return keras.tree.map_structure(cast, spec) if outermost() else spec
 
@@ -479,18 +492,17 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
     wrap_method(model, "export", functools.partial(_export, model))
 
 
-def _export(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _export(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
     """Exports a model with float32 inputs; Keras would give them the compute dtype."""
-    given = inspect.signature(original).bind(*args, **kwargs)
-    if model.built and given.arguments.get("input_signature") is None:
-        specs = keras.tree.map_structure(
-            functools.partial(_as_float32, model), keras_hooks.exported_inputs(model)
-        )
-        given.arguments["input_signature"] = specs
-    return original(*given.args, **given.kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if model.built and call.arguments.get("input_signature") is None:
+        cast = functools.partial(_as_float32, model)
+        inputs = keras_hooks.exported_inputs(model)
+        call.arguments["input_signature"] = keras.tree.map_structure(cast, inputs)
+    return original(*call.args, **call.kwargs)
 
 
-def _as_float32(model: Any, value: Any) -> Any:
+def _as_float32(model: Model, value: Any) -> Any:
     """Returns a tensor, symbolic tensor or spec in float32 if it has a model's low dtype."""
     is_symbolic = isinstance(value, keras.KerasTensor)
     is_spec = isinstance(value, keras.InputSpec)
@@ -506,15 +518,15 @@ def _as_float32(model: Any, value: Any) -> Any:
     return layer_dtypes.in_float32(value)
 
 
-def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
+def _keep_sublayers_float32(layer: Layer, policy: Policy) -> None:
     """Keeps the sublayers of a float32 layer in float32, before it is built or called.
 
-    It gets them after its base constructor has run, and Keras's wrappers get theirs as arguments.
+    It gets them after its base constructor has run; Keras's wrappers take theirs as arguments.
     """
 
-    def settle(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy.name)
-        with _noted(_running.float32, layer):
+    def settle(original: Method, *args: Any, **kwargs: Any) -> Nest:
+        _set_sublayers_float32(layer, policy.name)
+        with _running_in(_running.float32, layer):
             return original(*args, **kwargs)
 
     wrap_method(layer, "build", settle)
@@ -526,11 +538,12 @@ def runs_float32_layer() -> bool:
     return bool(_running.float32)
 
 
-def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str | None) -> None:
-    for layer in layers:
-        # Keras's own layers set it on theirs explicitly; a dtype given by the user wins.
-        ours = managed_by(layer) is not None or handed_down
-        if ours and layer_dtypes.float_policy(layer) == policy_name:
-            layer_dtypes.give_policy(layer, "float32")
-            model_roles.leave_to_holder(layer)
-        _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)
+def _set_sublayers_float32(layer: Layer, policy_name: str | None) -> None:
+    # Keras's layers hand their policy down explicitly; a dtype that the user chose wins.
+    hands_down = is_built_in(layer)
+    for sublayer in keras_hooks.sublayers(layer):
+        has_ours = hands_down or managed_by(sublayer) is not None
+        if has_ours and layer_dtypes.float_policy(sublayer) == policy_name:
+            layer_dtypes.give_policy(sublayer, "float32")
+            model_roles.leave_to_holder(sublayer)
+        _set_sublayers_float32(sublayer, policy_name)

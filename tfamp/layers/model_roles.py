@@ -1,23 +1,22 @@
 """The roles of managed layers in models: which ones make float32 outputs, and how.
 
-A layer whose dtype came from a mixed policy is *managed*. The layers of a Functional (a Sequential
-has one inside) have roles:
+A layer whose dtype came from a mixed policy is *managed*. The layers of a Functional (a
+Sequential has one inside) have roles:
 
-- Managed layers that make its outputs are *raised* to float32. If one cannot be raised, a linear
-  Activation of dtype float32, the *cast*, is appended to the model instead.
-- A layer that becomes an interior layer of another model gets its mixed policy back, and a model
-  that thereby lost its float32 output gets the cast.
+- Managed layers that make its outputs are *raised* to float32. If one cannot be raised, a
+  linear Activation of dtype float32, the *cast*, is appended to the model instead.
+- A layer that becomes an interior layer of another model gets its mixed policy back, and a
+  model that thereby lost its float32 output gets the cast.
 - A model that becomes part of another one has no outputs any more: its output layers get their
   policy back, and its casts are removed.
 
 An example, under mixed_float16. `base = Model(x, head(body(x)))` has the hidden layer `body`,
-float16, and the output layer `head`, raised to float32. `Model(x, top(head.output))` makes `head`
-an interior layer: it is float16 again, `top` is raised, and `base` now ends with the cast. Called
-as a layer, in `Model(z, last(base(z)))`, `base` loses the cast too: its output is float16, and
-`last` makes the float32 one.
+float16, and the output layer `head`, raised to float32. `Model(x, top(head.output))` makes
+`head` an interior layer: it is float16 again, `top` is raised, and `base` now ends with the
+cast. Called as a layer, in `Model(z, last(base(z)))`, `base` loses the cast too: its output is
+float16, and `last` makes the float32 one.
 
-`model_calls` does the same while a model runs, for subclassed models and models called by other
-layers.
+`model_calls` does the same while a model runs, for subclassed models and models in layers.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.kinds import Functional, KerasNode, Layer, Model, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import wrap_method
 from tfamp.layers.assignment import Assignment, assigned, assignments, managed_by
@@ -47,7 +47,7 @@ from tfamp.layers.layer_dtypes import (
 from tfamp.layers.records import WeakMap
 
 # An ordered set of models; they may be deleted before the layers that it belongs to.
-Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
+Models: TypeAlias = weakref.WeakKeyDictionary[Functional, None]
 # Models are built by many threads, and a layer may be part of models of several.
 _lock = threading.RLock()
 
@@ -64,33 +64,34 @@ class Places:
 
     output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
     interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
-    raised: list[Any] = field(default_factory=list)
+    raised: list[Layer] = field(default_factory=list)
 
 
 _places: WeakMap[Places] = WeakMap()
 
 
-def places_of(layer: Any) -> Places:
+def places_of(layer: Layer) -> Places:
     """The places of a managed layer in models."""
-    found = _places.get(layer)
-    if found is None:
-        found = Places()
-        _places.set(layer, found)
-    return found
+    places = _places.get(layer)
+    if places is None:
+        places = Places()
+        _places.set(layer, places)
+    return places
 
 
-def assign(layer: Any, assignment: Assignment | None) -> None:
+def assign(layer: Layer, assignment: Assignment | None) -> None:
     """Gives a layer an assignment, or none, and with it no place in a model yet."""
     assignments.set(layer, assignment)
     _places.set(layer, None)
 
 
-def leave_to_holder(layer: Any) -> None:
+def leave_to_holder(layer: Layer) -> None:
     """Ends the managing of a layer that is float32 as a part of another layer."""
     assignment = assignments.get(layer)
-    exact = None
-    if assignment is not None and assignment.before is not None:
-        exact = dataclasses.replace(assignment, given="float32", role="exact", policy=None)
+    if assignment is None or assignment.before is None:
+        assign(layer, None)
+        return
+    exact = dataclasses.replace(assignment, policy_name="float32", role="exact", policy=None)
     assign(layer, exact)
 
 
@@ -104,11 +105,11 @@ class ModelGraph:
         output_of: Functionals in which this model makes an output.
         nested: Whether it is part of another model, so that its outputs are low.
         casts: Indexes of its outputs that an appended cast makes.
-        inner: `id`s of the layers and ops whose low outputs both such a cast and others consume.
+        inner: `id`s of layers and ops whose low outputs such a cast and others consume.
     """
 
-    functional: Any
-    owner: Callable[[], Any] = lambda: None
+    functional: Functional
+    owner: Callable[[], Model | None] = lambda: None
     output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
     nested: bool = False
     casts: set[int] = field(default_factory=set)
@@ -117,16 +118,16 @@ class ModelGraph:
 
 graphs: WeakMap[ModelGraph] = WeakMap()
 # The last Functional that a Sequential has built.
-_insides: WeakMap[weakref.ref[Any]] = WeakMap()
+_insides: WeakMap[weakref.ref[Functional]] = WeakMap()
 
 
-def graph_of(layer: Any) -> ModelGraph | None:
+def graph_of(layer: Layer) -> ModelGraph | None:
     """The record of a Functional, or of the one inside a built Sequential."""
     is_sequential = isinstance(layer, keras.Sequential)
     return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
 
 
-def settle(functional: Any, owner: Any = None) -> bool:
+def settle(functional: Functional, owner: Model | None = None) -> bool:
     """Gives every layer of a new Functional the dtype of its role; returns whether it did.
 
     `owner` is the Sequential that it is inside of, if known.
@@ -145,7 +146,7 @@ def settle(functional: Any, owner: Any = None) -> bool:
     return is_new
 
 
-def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
+def _give_roles(graph: ModelGraph, layers: list[Layer]) -> None:
     for layer in layers:
         models_below_become_parts(layer)
     makers = _output_makers(graph)
@@ -157,7 +158,7 @@ def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
     _cast_low_outputs(graph)
 
 
-def forget_dropped(sequential: Any) -> None:
+def forget_dropped(sequential: Model) -> None:
     """Ends the roles in a Sequential's last Functional, if it has been replaced.
 
     A layer that stops being an output layer gets its policy back.
@@ -181,7 +182,7 @@ def forget_dropped(sequential: Any) -> None:
                     _unraise(layer)
 
 
-def become_part(model: Any) -> None:
+def become_part(model: Model) -> None:
     """Makes a Functional or Sequential part of another model: its outputs become low."""
     with _lock:
         graph = graph_of(model)
@@ -197,11 +198,11 @@ def become_part(model: Any) -> None:
         _update_outer(graph)
 
 
-def wants_float32(layer: Any) -> bool:
+def wants_float32(layer: Layer) -> bool:
     """Whether a layer's output should be float32 if it is a model's output.
 
-    True for managed layers, and for models with an output made by one. False if the user gave the
-    dtype, also by setting `layer.dtype_policy` later.
+    True for managed layers, and for models with an output made by one. False if the user gave
+    the dtype, also by setting `layer.dtype_policy` later.
     """
     graph = graph_of(layer)
     if graph is not None:
@@ -209,10 +210,10 @@ def wants_float32(layer: Any) -> bool:
     assignment = assignments.get(layer)
     if assignment is None or assignment.policy is None or not assignment.policy.float32_outputs:
         return False
-    return float_policy(layer) == assignment.given
+    return float_policy(layer) == assignment.policy_name
 
 
-def dissolve(functional: Any) -> None:
+def dissolve(functional: Functional) -> None:
     """Removes a Functional from the registry, and the casts appended to it.
 
     Its layers keep their dtypes.
@@ -229,8 +230,8 @@ def _take_casts_away(graph: ModelGraph) -> None:
         keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
 
 
-def models_below_become_parts(layer: Any) -> None:
-    """Makes models inside a layer, like TimeDistributed(model), its parts before its first call.
+def models_below_become_parts(layer: Layer) -> None:
+    """Makes models in a layer, as in TimeDistributed(model), its parts before its first call.
 
     A subclassed model may train the models that it holds, so they are not made its parts.
     """
@@ -241,13 +242,13 @@ def models_below_become_parts(layer: Any) -> None:
             models_below_become_parts(sub)
 
 
-def is_subclassed_model(layer: Any) -> bool:
-    """Whether a layer is a model whose own code calls its layers."""
+def is_subclassed_model(layer: Layer) -> bool:
+    """Whether a layer is a model whose class has code that calls its layers."""
     graph = keras.Sequential | keras_hooks.functional_class()
     return isinstance(layer, keras.Model) and not isinstance(layer, graph)
 
 
-def float32_made_of_low(model: Any) -> list[bool]:
+def float32_made_of_low(model: Model) -> list[bool]:
     """Returns for each output of a Functional or Sequential if its policy made it float32."""
     graph = graph_of(model)
     if graph is None or graph.nested:
@@ -259,7 +260,7 @@ def float32_made_of_low(model: Any) -> list[bool]:
     ]
 
 
-def _becomes_interior(layer: Any, functional: Any) -> None:
+def _becomes_interior(layer: Layer, functional: Functional) -> None:
     if graph_of(layer) is not None:
         become_part(layer)
         return
@@ -268,7 +269,7 @@ def _becomes_interior(layer: Any, functional: Any) -> None:
         _unraise(layer)
 
 
-def _becomes_output(layer: Any, functional: Any) -> None:
+def _becomes_output(layer: Layer, functional: Functional) -> None:
     graph = graph_of(layer)
     if graph is not None:
         graph.output_of[functional] = None
@@ -282,8 +283,8 @@ def _becomes_output(layer: Any, functional: Any) -> None:
         _raise(layer)
 
 
-def can_be_raised(layer: Any) -> bool:
-    """Whether float32 for a layer and its sublayers changes only its own arithmetic.
+def can_be_raised(layer: Layer) -> bool:
+    """Whether float32 for a layer and its sublayers changes only its arithmetic.
 
     A user's layer with sublayers may hold a whole network, like a model.
     """
@@ -293,15 +294,15 @@ def can_be_raised(layer: Any) -> bool:
     return not inner or (is_built_in(layer) and all(can_be_raised(sub) for sub in inner))
 
 
-def _raise(layer: Any) -> None:
-    """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
+def _raise(layer: Layer) -> None:
+    """Sets float32 on a layer and its sublayers; their variables are float32 already."""
     assignment, places = assignments.get(layer), places_of(layer)
     if assignment is None:
         return
-    places.raised = list(_carrying(layer, assignment.given))
+    places.raised = list(_carrying(layer, assignment.policy_name))
     for part in places.raised:
         give_policy(part, "float32")
-    raised = dataclasses.replace(assignment, given="float32", role="output")
+    raised = dataclasses.replace(assignment, policy_name="float32", role="output")
     assignments.set(layer, raised)
     try:
         _retype(layer)
@@ -310,7 +311,7 @@ def _raise(layer: Any) -> None:
         _lower(layer)
 
 
-def _unraise(layer: Any) -> None:
+def _unraise(layer: Layer) -> None:
     """Restores a raised layer's mixed policy; models whose outputs it makes get a cast.
 
     A layer quantized to int8 meanwhile stays float32 if that policy is float16.
@@ -321,19 +322,19 @@ def _unraise(layer: Any) -> None:
         _cast_and_update(places_of(layer))
 
 
-def _lower(layer: Any) -> None:
+def _lower(layer: Layer) -> None:
     """Gives a raised layer and its sublayers the policy back that they had before."""
     raised, places = assignments.get(layer), places_of(layer)
     if raised is None or raised.policy is None:
         return
-    lowered = assigned(type(layer), raised.policy, raised.by, fused=True)
+    assignment = assigned(type(layer), raised.policy, raised.by, fused=True)
     for part in places.raised:
-        give_policy(part, lowered.given)
+        give_policy(part, assignment.policy_name)
     places.raised = []
-    assignments.set(layer, dataclasses.replace(lowered, before=raised.before))
+    assignments.set(layer, dataclasses.replace(assignment, before=raised.before))
 
 
-def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
+def _carrying(layer: Layer, policy_name: str) -> Iterator[Layer]:
     """Yields the layer and its sublayers that have the policy."""
     if float_policy(layer) == policy_name:
         yield layer
@@ -341,12 +342,12 @@ def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
         yield from _carrying(sub, policy_name)
 
 
-def output_makers(tensors: list[Any]) -> list[Any]:
+def output_makers(tensors: list[Tensor]) -> list[Layer]:
     """Returns the layers that make symbolic float tensors, looking through ops except Casts.
 
     The user chose the dtype of a Cast.
     """
-    found: dict[int, Any] = {}
+    makers: dict[int, Layer] = {}
     pending, seen = list(tensors), set()
     while pending:
         tensor = pending.pop(0)
@@ -355,17 +356,17 @@ def output_makers(tensors: list[Any]) -> list[Any]:
         seen.add(id(tensor))
         operation, node = keras_hooks.producer(tensor)
         if isinstance(operation, keras.Layer):
-            found[id(operation)] = operation
+            makers[id(operation)] = operation
         elif operation is not None and type(operation).__name__ != "Cast":
             pending.extend(node.input_tensors)
-    return list(found.values())
+    return list(makers.values())
 
 
-def _output_makers(graph: ModelGraph) -> list[Any]:
+def _output_makers(graph: ModelGraph) -> list[Layer]:
     return output_makers(_uncast_outputs(graph))
 
 
-def _uncast_outputs(graph: ModelGraph) -> list[Any]:
+def _uncast_outputs(graph: ModelGraph) -> list[Tensor]:
     """Returns a model's outputs without the appended casts."""
     outputs = keras_hooks.outputs_of(graph.functional)
     for i in graph.casts:
@@ -377,7 +378,7 @@ def _cast_low_outputs(graph: ModelGraph) -> None:
     """Appends a cast to every low output of a model that should be float32."""
     if graph.nested:
         return
-    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
+    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Tensor]()
     for i, tensor in enumerate(outputs):
         if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
             if id(tensor) not in casts:
@@ -395,24 +396,24 @@ def _inner_operations(graph: ModelGraph) -> set[int]:
     casts = set(map(id, appended_casts(graph.functional)))
     ops = [op for op in graph.functional.operations if id(op) not in casts]
     nodes = [node for op in ops for node in keras_hooks.inbound_nodes(op)]
-    taken = {id(x) for node in nodes for x in node.input_tensors}
+    consumed = {id(tensor) for node in nodes for tensor in node.input_tensors}
     outputs = _uncast_outputs(graph)
-    found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
-    return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
+    inner = [outputs[i] for i in graph.casts if id(outputs[i]) in consumed]
+    return {id(keras_hooks.producer(tensor)[0]) for tensor in inner}
 
 
-def _cast(tensor: Any) -> Any:
-    # Not keras.ops.cast: an op drops the mask, and the loss would include padding. Not Identity:
-    # its output spec has the input's dtype.
+def _cast(tensor: Tensor) -> Tensor:
+    # Not keras.ops.cast: an op drops the mask, and the loss would include padding. Not
+    # Identity: its output spec has the input's dtype.
     layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
-    # Layer.__call__ would cast too, but drop a softmax's logits, which the loss is computed from.
+    # Layer.__call__ would cast too, but drop a softmax's logits, from which the loss is made.
     wrap_method(layer, "call", lambda original, x: original(in_float32(x)))
-    # Unique, as Keras's own name is, and in a summary it shows what it belongs to.
+    # Unique, as the name that Keras made is, and in a summary it shows what it belongs to.
     layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
     return layer(tensor)
 
 
-def _retype(layer: Any) -> None:
+def _retype(layer: Layer) -> None:
     """Corrects the dtypes of a layer's symbolic outputs, in every model it is part of."""
     nodes = keras_hooks.inbound_nodes(layer)
     # All specs before any change: a user's code may fail in the new dtype.
@@ -421,7 +422,7 @@ def _retype(layer: Any) -> None:
     retype_followers(layer)
 
 
-def retype_followers(operation: Any) -> None:
+def retype_followers(operation: Operation) -> None:
     """Corrects the symbolic outputs of the ops after a layer, up to the next layers.
 
     Most layers cast their inputs, so their outputs do not change.
@@ -438,7 +439,7 @@ def retype_followers(operation: Any) -> None:
                     _cast_and_update(places_of(follower))
 
 
-def follows_input(layer: Any) -> bool:
+def follows_input(layer: Layer) -> bool:
     """Whether a layer is a managed BatchNormalization that its policy keeps in float32.
 
     While it is not raised, its output has the dtype of its input.
@@ -466,7 +467,7 @@ def _update_outer(graph: ModelGraph) -> None:
         _cast_and_update(graph)
 
 
-def appended_casts(model: Any) -> list[Any]:
+def appended_casts(model: Model) -> list[Layer]:
     """Returns the casts appended to a Functional or Sequential."""
     graph = graph_of(model)
     if graph is None:
@@ -476,7 +477,7 @@ def appended_casts(model: Any) -> list[Any]:
     return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
 
 
-def _spec_now(node: Any) -> list[Any]:
+def _spec_now(node: KerasNode) -> list[Tensor]:
     """Returns the output specs of a call as they would be now, with its inputs cast."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
     operation, reads = node.operation, None
@@ -489,19 +490,19 @@ def _spec_now(node: Any) -> list[Any]:
         return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
 
 
-def _as_called(layer: Any, value: Any) -> Any:
+def _as_called(layer: Layer, value: Any) -> Any:
     castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
     if not castable or not layer.autocast or value.dtype == layer.input_dtype:
         return value
     return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
 
 
-def respecify(node: Any) -> bool:
+def respecify(node: KerasNode) -> bool:
     """Corrects the output dtypes of one symbolic call; returns whether any changed."""
     return _copy_dtypes(_spec_now(node), node.outputs)
 
 
-def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
+def _copy_dtypes(sources: list[Tensor], targets: list[Tensor]) -> bool:
     different = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype != t.dtype]
     for source, target in different:
         keras_hooks.set_symbolic_dtype(target, source.dtype)

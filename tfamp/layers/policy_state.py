@@ -1,9 +1,10 @@
 """The policy in force, per process and per thread; Keras's own policy follows it.
 
-There are two levels. `set_global_policy` sets the policy of the process, in every thread, running
-ones included. `policy_scope` sets one for a block of code in one thread and coroutine, and hides
-the process's there. Keras's own setter overrides the level it is called at, in its thread, until
-tfamp's next call: inside a scope the scope stores what it sets, and outside of all Keras does.
+There are two levels. `set_global_policy` sets the policy of the process, in every thread,
+running ones included. `policy_scope` sets one for a block of code in one thread and coroutine,
+and hides the process's there. Keras's own setter overrides the level it is called at, in its
+thread, until tfamp's next call: inside a scope the scope stores what it sets, and outside of
+all Keras does.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any, TypeVar
 import keras
 
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import Patch
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
 
-_KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
+_FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 
 @dataclass(eq=False)
@@ -33,21 +35,21 @@ class _Level(Scope):
     Attributes:
         policy: The policy.
         outer: The scope around a scope, if any.
-        keras_before: Keras's own policy of the thread when the scope was entered.
-        keras_policy: The policy that Keras's own setter set in the scope since; None for none.
+        keras_before: Keras's policy of the thread when the scope was entered.
+        keras_policy: The policy that Keras's setter set in the scope since; None for none.
         session: The session of Keras that it was set in. `clear_session` ends it, and with it
             Keras's policy, but only at the innermost level.
     """
 
     policy: Policy
     outer: _Level | None = None
-    keras_before: Any = None
-    keras_policy: Any = None
+    keras_before: KerasPolicy = None
+    keras_policy: KerasPolicy = None
     session: Any = None
 
 
 class _Thread(threading.local):
-    # The level of the process at which this thread called Keras's own setter last.
+    # The level of the process at which this thread called Keras's setter last.
     keras_set_over: _Level | None = None
 
 
@@ -63,8 +65,8 @@ _open_scopes: weakref.WeakSet[_Level] = weakref.WeakSet()
 def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     """Sets the policy of every thread of the process.
 
-    Inside a `policy_scope` it sets the policy of that scope only, until the scope ends. Existing
-    layers keep their dtypes. `keras.config.dtype_policy()` agrees afterwards, in every thread.
+    Inside a `policy_scope` it sets the policy of that scope only, until the scope ends.
+    Existing layers keep their dtypes. `keras.config.dtype_policy()` agrees then, in any thread.
 
     Args:
         policy: A `Policy`, its name, or a `keras.DTypePolicy` of the same name.
@@ -93,8 +95,8 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
 def global_policy() -> Policy:
     """Returns the policy in force here: the innermost scope's, else the process's.
 
-    After a later call of Keras's own setter in this thread, the policy describes what Keras does:
-    no float32 layers, no float32 outputs.
+    After a later call of Keras's own setter in this thread, the policy describes what Keras
+    does: no float32 layers, no float32 outputs.
 
     Returns:
         The policy; `Policy("float32")` where nothing was set.
@@ -119,11 +121,11 @@ def global_policy() -> Policy:
 class policy_scope:  # noqa: N801 - reads as a function
     """Sets the policy of this thread and coroutine for a block of code.
 
-    A context manager and a decorator. Restores the former policy, and Keras's own, on exit, also
-    after an exception. Scopes nest; one object can be entered again inside itself, and by several
-    threads and coroutines. Scopes may be left in any order and in any thread. Other threads and
-    coroutines keep their policy. Build a model inside the scope that creates its layers; it can be
-    called outside.
+    A context manager and a decorator. Restores the former policy, and Keras's own, on exit,
+    also after an exception. Scopes nest; one object can be entered again inside itself, and by
+    several threads and coroutines. Scopes may be left in any order and in any thread. Other
+    threads and coroutines keep their policy. Build a model inside the scope that creates its
+    layers; it can be called outside.
 
     Args:
         policy: As for `set_global_policy`.
@@ -178,15 +180,15 @@ def _as_policy(policy: object) -> Policy:
     )
 
 
-def _from_keras(policy: Any) -> Policy:
+def _from_keras(policy: KerasPolicy) -> Policy:
     """Returns the policy with the dtypes of one of Keras's."""
-    if type(policy) in _KERAS_OWN and policy.name in POLICY_NAMES:
+    if type(policy) in _FLOAT_POLICIES and policy.name in POLICY_NAMES:
         return Policy(policy.name)
     raise ValueError(
-        f"policy must be one of {', '.join(POLICY_NAMES)}, or a keras.DTypePolicy of that name; "
-        f"Keras's is {policy!r} of type {type(policy).__name__}, which a tfamp.Policy cannot "
-        "express. Layers are quantized by model.quantize; single ones get another policy by their "
-        "dtype=, or by tfamp.set_layer_dtype(model, dtype, pattern=...)."
+        f"policy must be one of {', '.join(POLICY_NAMES)}, or a keras.DTypePolicy of that "
+        f"name; Keras's is {policy!r} of type {type(policy).__name__}, which a tfamp.Policy "
+        "cannot express. Layers are quantized by model.quantize; single ones get another "
+        "policy by their dtype=, or by tfamp.set_layer_dtype(model, dtype, pattern=...)."
     )
 
 
@@ -196,15 +198,15 @@ def _level_here() -> _Level | None:
 
 
 def _level_in_force() -> _Level | None:
-    """Returns the level whose policy holds in this thread; None where Keras's own holds."""
+    """Returns the level whose policy holds in this thread; None where Keras's holds."""
     level = _level_here()
     return None if level is None or _set_by_keras(level) is not None else level
 
 
-def _set_by_keras(level: _Level) -> Any:
-    """Returns the policy that Keras's own setter has set at the level of this code, or None.
+def _set_by_keras(level: _Level) -> KerasPolicy:
+    """Returns the policy that Keras's setter has set at the level of this code, or None.
 
-    `clear_session()` drops it, and the level's own policy holds again.
+    `clear_session()` drops it, and the level's policy holds again.
     """
     if level is _process:
         return keras_hooks.thread_policy() if _thread.keras_set_over is level else None
@@ -214,27 +216,27 @@ def _set_by_keras(level: _Level) -> Any:
 
 
 def _undo_clearing(scope: _Level) -> None:
-    """Restores Keras's policy around a scope that was left, if `clear_session` in it dropped it."""
+    """Restores Keras's policy around a left scope, if `clear_session` in it dropped it."""
     if scope.outer is not None:
         scope.outer.session = keras_hooks.session()
     elif scope.thread == threading.get_ident() and keras_hooks.thread_policy() is None:
         keras_hooks.set_thread_policy(scope.keras_before)
 
 
-def _keras_policy_in_force() -> Any:
-    """Returns the policy that Keras gets; None for its own.
+def _keras_policy_in_force() -> KerasPolicy:
+    """Returns the policy that Keras gets; None where it keeps what it has.
 
     A new object each time: a policy is mutable, and layers must not share one for ever.
     """
     level = _level_here()
     if level is None:
         return None
-    own = _set_by_keras(level)
-    return keras.DTypePolicy(level.policy.name) if own is None else own
+    set_by_keras = _set_by_keras(level)
+    return keras.DTypePolicy(level.policy.name) if set_by_keras is None else set_by_keras
 
 
-def _keras_was_set(policy: Any) -> bool:
-    """Stores a policy that Keras's own setter sets in a scope; returns whether it did."""
+def _keras_was_set(policy: KerasPolicy) -> bool:
+    """Stores a policy that Keras's setter sets in a scope; returns whether it did."""
     scope = _scopes.innermost
     if scope is None:
         _thread.keras_set_over = _process
@@ -252,25 +254,25 @@ def _follow() -> None:
     constructors.keep(any(level.policy.is_mixed for level in levels))
 
 
-def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Constructs a layer with the dtype of its policy; a dtype given by the user wins."""
-    given, level = kwargs.get("dtype"), _level_in_force()
+def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> None:
+    """Constructs a layer with the dtype of its policy; a dtype that the user chose wins."""
+    dtype, level = kwargs.get("dtype"), _level_in_force()
     policy = None if level is None else level.policy
-    if given is None and model_calls.runs_float32_layer():
-        given = kwargs["dtype"] = "float32"
-    if isinstance(given, Policy):
-        kwargs["dtype"] = keras.DTypePolicy(given.name)
-    elif given is None and policy is not None and policy.keeps_float32(type(layer)):
+    if dtype is None and model_calls.runs_float32_layer():
+        dtype = kwargs["dtype"] = "float32"
+    if isinstance(dtype, Policy):
+        kwargs["dtype"] = keras.DTypePolicy(dtype.name)
+    elif dtype is None and policy is not None and policy.keeps_float32(type(layer)):
         kwargs["dtype"] = "float32"
     original(layer, *args, **kwargs)
     if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)
-        if given is None:
+        if dtype is None:
             assignment = model_calls.assignment_under(layer, policy, "policy")
             model_calls.manage(layer, policy, assignment)
 
 
-def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: Any) -> None:
     original(model, *args, **kwargs)
     model_calls.manage_functional(model)
 

@@ -19,7 +19,8 @@ _numbers = itertools.count()
 class WeakMap(Generic[_Value]):
     """One field of the record that tfamp stores on an object, and so no longer than that lives.
 
-    Keras neither tracks nor saves the values. By identity, as users' layers may define `__eq__`.
+    Keras neither tracks nor saves the values. By identity, as users' layers may define
+    `__eq__`.
     """
 
     def __init__(self) -> None:

@@ -6,14 +6,9 @@ Framework-free. `preparation` applies the level.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.loss_scale import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-)
+from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.levels.precision_config import PrecisionConfig, check_level
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
@@ -29,7 +24,7 @@ class EffectiveLevel:
         dtype: The low dtype; "float32" at level O0.
         loss_scale: The rule, None for no loss scale.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        config: The configuration as given.
+        config: The configuration that the user wrote.
         reasons: A sentence for each automatic choice.
         warning: A warning for the user, or None.
     """
@@ -62,14 +57,14 @@ class EffectiveLevel:
 
 
 def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
-    """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
+    """Makes every choice that a configuration leaves open, by what a machine is fast in.
 
     A ValueError names arguments that contradict the level.
 
     Example:
         >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
-        >>> found = effective_level(PrecisionConfig(level="auto"), cpu)
-        >>> found.level, found.dtype, found.loss_scale
+        >>> here = effective_level(PrecisionConfig(level="auto"), cpu)
+        >>> here.level, here.dtype, here.loss_scale
         ('O1', 'bfloat16', FixedLossScale(scale=1.0, skip_nonfinite=True))
     """
     reasons: list[str] = []
@@ -79,8 +74,10 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         reasons.append(f"level: auto is {level}: {reason}.")
         check_level(config, level, f"level 'auto' is {level} here ({reason}), which")
     dtype, warning = "float32", None
-    if level != "O0":
-        dtype, warning = _dtype(config.dtype, machine, reasons)
+    if level != "O0" and config.dtype is not None:
+        dtype = config.dtype
+    elif level != "O0":
+        dtype, warning = _automatic_dtype(machine, reasons)
     if config.weight_rounding == "split" and dtype != "bfloat16":
         raise ValueError(
             f"weight_rounding='split' goes with bfloat16, and the dtype here is {dtype}: give "
@@ -98,7 +95,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
 
 
 def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
-    """Returns O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0; with the reason."""
+    """Returns O2 on GPUs and TPUs, O1 on CPUs with native bfloat16, else O0; and the reason."""
     policy, reason = hardware.automatic_policy(machine)
     if dtype == "float32":
         return "O0", "float32 was requested"
@@ -111,9 +108,8 @@ def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
     return "O1", reason
 
 
-def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
-    if given is not None:
-        return given, None
+def _automatic_dtype(machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
+    """Returns a low dtype for a machine, and a warning or None; adds the reason to a list."""
     policy, reason = hardware.automatic_policy(machine)
     automatic = Policy(policy).compute_dtype
     if automatic in LOW_PRECISION:
@@ -123,22 +119,33 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
     fallback = "float16" if machine.gpus else "bfloat16"
     reasons.append(f"dtype: {fallback}, though {reason}.")
     return fallback, (
-        f"No low precision is fast here: {reason}. The model is prepared for {fallback} all the "
-        "same, which is emulated; level='auto' leaves it in float32, `tfamp doctor` explains."
+        f"No low precision is fast here: {reason}. The model is prepared for {fallback} all "
+        "the same, which is emulated; level='auto' leaves it in float32, `tfamp doctor` "
+        "explains."
     )
 
 
-def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
-    if given is None:
-        # With a scale of 1 the optimizer only skips nonfinite steps.
-        given, why = "dynamic", f"the default of level {level} in {dtype}"
-        if level == "O0":
-            given, why = "none", "the default of level O0"
-        elif dtype == "bfloat16":
-            given, why = 1.0, "as bfloat16 has float32's range"
-        elif level == "O3":
-            given, why = 1.0, "the default of level O3"
-        reasons.append(f"loss scale: {given}, {why}.")
-    if isinstance(given, str):
-        return DynamicLossScale() if given == "dynamic" else None
-    return given if isinstance(given, LossScale) else FixedLossScale(given)
+def _loss_scale(
+    requested: LossScale | str | float | None, level: str, dtype: str, reasons: list[str]
+) -> LossScale | None:
+    scale = requested
+    if scale is None:
+        scale, why = _default_loss_scale(level, dtype)
+        reasons.append(f"loss scale: {scale}, {why}.")
+    if isinstance(scale, LossScale):
+        return scale
+    if isinstance(scale, str):
+        return DynamicLossScale() if scale == "dynamic" else None
+    return FixedLossScale(scale)
+
+
+def _default_loss_scale(level: str, dtype: str) -> tuple[str | float, str]:
+    """Returns a level's loss scale, as a configuration has it, with the reason."""
+    if level == "O0":
+        return "none", "the default of level O0"
+    # With a scale of 1 the optimizer only skips nonfinite steps.
+    if dtype == "bfloat16":
+        return 1.0, "as bfloat16 has float32's range"
+    if level == "O3":
+        return 1.0, "the default of level O3"
+    return "dynamic", f"the default of level {level} in {dtype}"

@@ -9,6 +9,7 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Layer
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import unwrap_methods
@@ -31,10 +32,10 @@ def set_layer_dtype(
 ) -> tuple[str, ...]:
     """Sets the compute dtype of a layer, or of every layer that a pattern matches.
 
-    The counterpart of MindSpore's `to_float`. Sublayers are set too. Keras layers cast their own
-    inputs, and variables keep their dtypes, so the model may be built and trained. Dtypes set by
-    hand stay when `prepare` applies another level, also of outputs and BatchNormalization; only
-    level O0 resets them. Quantized layers stay quantized.
+    The counterpart of MindSpore's `to_float`. Sublayers are set too. Keras layers cast their
+    inputs, and variables keep their dtypes, so the model may be built and trained. Dtypes
+    set by hand stay when `prepare` applies another level, also of outputs and
+    BatchNormalization; only level O0 resets them. Quantized layers stay quantized.
 
     Pass the model and a pattern rather than a layer of it: then all of its symbolic outputs get
     the new dtype, and its compiled functions are traced again.
@@ -42,8 +43,8 @@ def set_layer_dtype(
     Args:
         model_or_layer: A model or layer.
         dtype: "float16", "bfloat16" or "float32".
-        pattern: Name or path of layers inside, or a regular expression searched for in the paths
-            of layers where none has that very name. None for the given layer itself.
+        pattern: Name or path of layers inside, or a regular expression searched for in the
+            paths of layers where none has that very name. None for the layer itself.
 
     Returns:
         The paths of the layers that were set.
@@ -51,8 +52,8 @@ def set_layer_dtype(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `dtype` is none of these, no layer matches, or a layer stores its weights in
-            another low dtype, does not run in this one, or is quantized so that it cannot. Nothing
-            has changed.
+            another low dtype, does not run in this one, or is quantized so that it cannot.
+            Nothing has changed.
 
     Example:
         >>> import keras, tfamp
@@ -74,7 +75,11 @@ def set_layer_dtype(
     chosen = [model_or_layer]
     if pattern is not None:
         chosen = select(layers_of(model_or_layer)[1:], [pattern], "pattern")
-    targets = [x for x in computing_layers_of(*chosen) if layer_dtypes.float_policy(x) is not None]
+    targets = [
+        layer
+        for layer in computing_layers_of(*chosen)
+        if layer_dtypes.float_policy(layer) is not None
+    ]
     _check_can_compute(targets, name)
     with contextlib.ExitStack() as undo:
         undo.callback(note_state(model_or_layer))
@@ -89,7 +94,7 @@ def set_layer_dtype(
     return tuple(path_of(layer) for layer in chosen)
 
 
-def _check_can_compute(layers: list[Any], dtype: str) -> None:
+def _check_can_compute(layers: list[Layer], dtype: str) -> None:
     for layer in layers:
         for stored in (weight.dtype for weight in layer.weights):
             if stored in LOW_PRECISION and stored != dtype:
@@ -99,25 +104,27 @@ def _check_can_compute(layers: list[Any], dtype: str) -> None:
                     "weights."
                 )
     names = quantized_names(
-        x for x in layers if layer_dtypes.policy_with(x, _policy_name(x, dtype)) is None
+        layer
+        for layer in layers
+        if layer_dtypes.policy_with(layer, _policy_name(layer, dtype)) is None
     )
     if names:
         raise ValueError(
-            f"Keras has quantized {names}, and a layer quantized so cannot be set to {dtype}: its "
-            "predictions would change by more than rounding. Leave it out with pattern=, or set "
-            "the dtype first and quantize then."
+            f"Keras has quantized {names}, and a layer quantized so cannot be set to {dtype}: "
+            "its predictions would change by more than rounding. Leave it out with pattern=, "
+            "or set the dtype first and quantize then."
         )
 
 
-def _policy_name(layer: Any, dtype: str) -> str:
+def _policy_name(layer: Layer, dtype: str) -> str:
     stores_low = any(weight.dtype in LOW_PRECISION for weight in layer.weights)
     return dtype if dtype == "float32" or stores_low else f"mixed_{dtype}"
 
 
-def _set(layer: Any, dtype: str) -> None:
+def _set(layer: Layer, dtype: str) -> None:
     before = before_level(layer)
     if managed_by(layer) is not None and isinstance(layer, keras.layers.BatchNormalization):
-        # Back to Keras's own arithmetic, in the requested dtype.
+        # Back to the arithmetic of Keras, in the requested dtype.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
     layer_dtypes.give_policy(layer, _policy_name(layer, dtype))

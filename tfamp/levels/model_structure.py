@@ -1,4 +1,4 @@
-"""The structure of a model: its layers, Functionals, outputs, and the layers that a user means."""
+"""The structure of a model: its layers, Functionals, outputs, and layers that a user means."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.foreign import advice, described
+from tfamp.core.kinds import Functional, KerasNode, Layer, Model
 from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
 
-# Symbolic dtypes are corrected in passes until a fixed point. A layer called several times may need
-# as many passes; more than this means that it never settles.
+# Symbolic dtypes are corrected in passes until a fixed point. A layer called several times may
+# need as many passes. The bound is a choice: more passes mean that the dtypes never settle.
 _MOST_PASSES = 20
+# Errors of users' code and of ops that do not take the new dtype.
+_FAILURES = (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError)
 
 
-def computing_layers_of(*roots: Any) -> list[Any]:
+def computing_layers_of(*roots: Layer) -> list[Layer]:
     """Returns the layers of models and layers, without input layers."""
-    return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
+    layers = layers_of(*roots)
+    return [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
 
 
-def functionals_of(model: Any) -> list[tuple[Any, Any]]:
-    """Returns the Functionals in a model, innermost first, each with the Sequential that runs it.
+def functionals_of(model: Model) -> list[tuple[Functional, Model | None]]:
+    """Returns the Functionals in a model, innermost first, with the Sequentials that run them.
 
     The Sequential is None for a standalone Functional.
     """
-    found: dict[int, tuple[Any, Any]] = {}
+    pairs: dict[int, tuple[Functional, Model | None]] = {}
     for layer in reversed(layers_of(model)):
         owner = layer if isinstance(layer, keras.Sequential) else None
         functional = keras_hooks.functional_of(layer) if owner is not None else layer
         if isinstance(functional, keras_hooks.functional_class()):
-            found.setdefault(id(functional), (functional, owner))
-    return list(found.values())
+            pairs.setdefault(id(functional), (functional, owner))
+    return list(pairs.values())
 
 
-def output_layers_of(layer: Any) -> list[Any]:
+def output_layers_of(layer: Layer) -> list[Layer]:
     """Returns the layers that make the outputs of a Functional or Sequential.
 
-    A layer makes its own; which ones do in a subclassed model only its code says.
+    A layer makes its outputs itself; which layers of a subclassed model do only its code says.
     """
     if isinstance(layer, keras.Sequential):
         makers = layer.layers[-1:]
@@ -51,30 +55,30 @@ def output_layers_of(layer: Any) -> list[Any]:
         makers = model_roles.output_makers(keras_hooks.outputs_of(layer))
     else:
         return [] if isinstance(layer, keras.Model) else [layer]
-    return [each for maker in makers for each in output_layers_of(maker)]
+    return [layer for maker in makers for layer in output_layers_of(maker)]
 
 
-def is_graph(layer: Any) -> bool:
+def is_graph(layer: Layer) -> bool:
     """Whether a layer is a Functional or Sequential model."""
     return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
 
 
-def models_held_by_models(model: Any) -> list[Any]:
-    """Returns the Functional and Sequential models held by a model, or one in it, if subclassed."""
+def models_held_by_models(model: Model) -> list[Model]:
+    """Returns the Functionals and Sequentials that subclassed models in a model hold."""
     holders = filter(model_roles.is_subclassed_model, layers_of(model))
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
-def correct_symbolic_dtypes(model: Any) -> None:
-    """Gives the symbolic tensors of a model, nested ones included, the dtypes its layers return.
+def correct_symbolic_dtypes(model: Model) -> None:
+    """Gives the symbolic tensors of a model the dtypes that its layers return.
 
-    A ValueError names a layer that fails.
+    Nested models are included. A ValueError names a layer that fails.
     """
     for functional, _ in functionals_of(model):
         correct_symbolic_dtypes_of(functional)
 
 
-def correct_symbolic_dtypes_of(functional: Any) -> None:
+def correct_symbolic_dtypes_of(functional: Functional) -> None:
     """Gives the symbolic tensors of one Functional the dtypes its layers return."""
     nodes = [
         node
@@ -91,19 +95,19 @@ def correct_symbolic_dtypes_of(functional: Any) -> None:
                 return
 
 
-def _corrected(node: Any) -> bool:
+def _corrected(node: KerasNode) -> bool:
     try:
         return model_roles.respecify(node)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
+    except _FAILURES as error:
         operation = node.operation
         dtype = getattr(operation, "compute_dtype", "low precision")
         raise ValueError(
-            f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: {error} "
-            f"Keep it in float32 with keep_float32=[{operation.name!r}]."
+            f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: "
+            f"{error} Keep it in float32 with keep_float32=[{operation.name!r}]."
         ) from error
 
 
-def drop_traced_functions(model: Any) -> None:
+def drop_traced_functions(model: Model) -> None:
     """Drops the traced steps of a model and of models inside it: the next call traces again."""
     for layer in layers_of(model):
         if isinstance(layer, keras.Model):
@@ -111,54 +115,55 @@ def drop_traced_functions(model: Any) -> None:
                 setattr(layer, name, None)
 
 
-def path_of(layer: Any) -> str:
+def path_of(layer: Layer) -> str:
     """Returns the path of a layer in its model, or its name before it is built."""
     return str(getattr(layer, "path", None) or layer.name)
 
 
-def quantized_names(layers: Iterable[Any]) -> str:
-    """Returns the paths of quantized layers, each with its mode, as text; "" for none."""
+def quantized_names(layers: Iterable[Layer]) -> str:
+    """Returns the paths of quantized layers with their modes, as text; "" for none."""
     modes = [(layer, layer_dtypes.quantization_of(layer)) for layer in layers]
     return ", ".join(f"{path_of(layer)} ({mode})" for layer, mode in modes if mode is not None)
 
 
-def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
+def select(layers: list[Layer], selectors: Iterable[Any], argument: str) -> list[Layer]:
     """Returns the layers that a user selects, in their order, without their sublayers.
 
-    `wanted` holds names or paths; regular expressions, searched for in the paths where no name
+    Selectors are names or paths; regular expressions, searched for in the paths where no name
     matches exactly; layer classes; layers. An error names the argument.
     """
     chosen: set[int] = set()
-    for each in wanted:
-        found = _meant(layers, each, argument)
-        if not found:
-            is_text = isinstance(each, str)
-            names = [x.name if is_text else type(x).__name__ for x in layers]
+    for selector in selectors:
+        meant = _meant(layers, selector, argument)
+        if not meant:
+            is_text = isinstance(selector, str)
+            name = getattr(selector, "__name__", selector)
+            names = [layer.name if is_text else type(layer).__name__ for layer in layers]
             raise ValueError(
-                f"{argument} holds {each!r}, which means no layer of the model. The nearest is "
-                f"{nearest(getattr(each, '__name__', each), names)!r}.{advice(each)}"
+                f"{argument} holds {selector!r}, which means no layer of the model. The "
+                f"nearest is {nearest(name, names)!r}.{advice(selector)}"
             )
-        chosen |= {id(layer) for layer in found}
+        chosen |= {id(layer) for layer in meant}
     return [layer for layer in layers if id(layer) in chosen]
 
 
-def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
-    if isinstance(wanted, str):
-        exact = [layer for layer in layers if wanted in (layer.name, path_of(layer))]
+def _meant(layers: list[Layer], selector: Any, argument: str) -> list[Layer]:
+    if isinstance(selector, str):
+        exact = [layer for layer in layers if selector in (layer.name, path_of(layer))]
         if exact:
             return exact
         try:
-            pattern = re.compile(wanted)
+            pattern = re.compile(selector)
         except re.error as error:
             raise ValueError(
-                f"{argument} holds {wanted!r}, which is not a regular expression: {error}."
+                f"{argument} holds {selector!r}, which is not a regular expression: {error}."
             ) from error
         return [x for x in layers if pattern.search(x.name) or pattern.search(path_of(x))]
-    if isinstance(wanted, type):
-        return [layer for layer in layers if isinstance(layer, wanted)]
-    if isinstance(wanted, keras.Layer):
-        return [layer for layer in layers if layer is wanted]
+    if isinstance(selector, type):
+        return [layer for layer in layers if isinstance(layer, selector)]
+    if isinstance(selector, keras.Layer):
+        return [layer for layer in layers if layer is selector]
     raise TypeError(
         f"{argument} takes names of layers, regular expressions, layer classes and layers; got "
-        f"{described(wanted)}"
+        f"{described(selector)}"
     )

@@ -19,11 +19,7 @@ from typing import Any
 
 from tfamp.core import options
 from tfamp.core.dtypes import given_low_dtype
-from tfamp.core.loss_scale import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-)
+from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.core.options import GradClip, checked_scale
 
 # How each level works.
@@ -47,7 +43,7 @@ _WORDS = {
 
 # Other systems' names, as on the migration pages: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
-    **{each.name: each.name for each in dataclasses.fields(DynamicLossScale)},
+    **{field.name: field.name for field in dataclasses.fields(DynamicLossScale)},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
     "loss_scale_window": "growth_steps",
@@ -62,15 +58,16 @@ class PrecisionConfig:
     Args:
         level: "O0", "O1", "O2", "O3" or "auto".
         dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively.
-        loss_scale: None for the level's own. A `FixedLossScale` or `DynamicLossScale`, a number
-            for a fixed one, "dynamic", or "none" for an optimizer that neither scales losses nor
-            skips steps that are not finite. A dict of the fields of one of the classes, also under
-            the names of torch, mmdetection and DeepSpeed.
+        loss_scale: None for the level's. A `FixedLossScale` or `DynamicLossScale`, a number
+            for a fixed one, "dynamic", or "none" for an optimizer that neither scales losses
+            nor skips steps that are not finite. A dict of the fields of one of the classes,
+            also under the names of torch, mmdetection and DeepSpeed.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number,
             which is the greatest Euclidean norm.
-        keep_float32: Layers that stay float32: their names, regular expressions, layer classes or
-            layers.
-        master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
+        keep_float32: Layers that stay float32: their names, regular expressions, layer classes
+            or layers.
+        master_weights: True to store weights in the low dtype with float32 copies in the
+            optimizer.
         placement: "lists", "min_cut" or "fused": at level O1 what decides which ops are
             converted. None is "lists", and with level "auto" "fused" or "min_cut".
         weight_rounding: "stochastic" or "split" to store weights in the low dtype without
@@ -127,8 +124,8 @@ class PrecisionConfig:
 
         Raises:
             TypeError: A value has the wrong type, or `values` is not a dict.
-            ValueError: A key is unknown (the message names the nearest), a value is out of range,
-                or two contradict each other.
+            ValueError: A key is unknown (the message names the nearest), a value is out of
+                range, or two contradict each other.
 
         Example:
             >>> clip = {"max_norm": 35, "norm_type": 2}
@@ -180,7 +177,7 @@ class PrecisionConfig:
 
     @property
     def rewrite_placement(self) -> str:
-        """The placement of a rewrite, given or by default."""
+        """The placement of a rewrite, chosen or by default."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
 
 
@@ -219,7 +216,7 @@ def _read_file(path: Path, arguments: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def _toml_module(path: Path) -> Any:
-    """Returns the module that reads TOML: Python's own, or tomli, which it was, on Python 3.10."""
+    """Returns the module that reads TOML: tomllib, or tomli, which it was, on Python 3.10."""
     for name in ("tomllib", "tomli"):
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)
@@ -233,8 +230,8 @@ def check_level(config: PrecisionConfig, level: str, subject: str) -> None:
     """Raises where a level, named `subject` in the message, contradicts another argument."""
     if config.dtype == "float32" and level != "O0":
         raise ValueError(
-            f"dtype='float32' goes with level O0, and {subject} computes in low precision; give "
-            "level='O0', or dtype 'float16' or 'bfloat16'."
+            f"dtype='float32' goes with level O0, and {subject} computes in low precision; "
+            "give level='O0', or dtype 'float16' or 'bfloat16'."
         )
     for name, (levels, why) in _GOES_WITH.items():
         value = getattr(config, name)
@@ -259,9 +256,9 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
         # mmdetection has a separate key for the rule.
         if values.pop("mode", "dynamic") != "dynamic":
             raise ValueError(
-                f"loss_scale has the mode {value['mode']!r}, and a dict with a mode is a dynamic "
-                "loss scale: give 'dynamic'. For a fixed scale give the number alone, such as "
-                "loss_scale=512.0, or {'scale': 512.0}."
+                f"loss_scale has the mode {value['mode']!r}, and a dict with a mode is a "
+                "dynamic loss scale: give 'dynamic'. For a fixed scale give the number alone, "
+                "such as loss_scale=512.0, or {'scale': 512.0}."
             )
         if "scale" in values:
             return options.from_mapping(FixedLossScale, "loss_scale", values)

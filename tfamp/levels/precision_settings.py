@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.kinds import Layer, Model
 from tfamp.core.loss_scale import FixedLossScale, LossScale
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
@@ -37,8 +38,8 @@ class LayerSettings:
         compute_dtype: The dtype it computes in; at level O1 the op lists decide.
         variable_dtype: The dtype its variables have, or would have.
         why: The reason for the dtype, in a few words.
-        quantization: How Keras has quantized it, for example "int8"; None if it is not. Its dtypes
-            are then the ones it computes in and stores floats in.
+        quantization: How Keras has quantized it, for example "int8"; None if it is not. Its
+            dtypes are then the ones it computes in and stores floats in.
     """
 
     path: str
@@ -55,13 +56,13 @@ class PrecisionSettings:
 
     Attributes:
         level: "O0", "O1", "O2" or "O3", never "auto"; None for a model not made by `prepare`.
-        dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most layers
-            compute in, "float32" where none does.
+        dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most
+            layers compute in, "float32" where none does.
         loss_scale: The rule of the loss scale, None for none. Without a level, the rule of the
             model's optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        weight_rounding: How updates of low weights without copies are rounded; None for to nearest.
+        weight_rounding: How low weights without copies are rounded in updates; None: to nearest.
         slots: With `weight_rounding`, the dtype of the optimizer's slots; None without one.
         keep_float32: Paths of the layers that the user keeps in float32.
         reasons: A sentence for each automatic choice.
@@ -92,18 +93,18 @@ class PrecisionSettings:
     slots: str | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
-        """Compiles a step of a custom loop as `fit` compiles the model's own.
+        """Compiles a step of a custom loop as `fit` compiles those of the model.
 
         At level O1 its graph is rewritten, except for layers of `keep_float32`; see
-        `tfamp.rewrite`. At the other levels the layers have their dtypes already, and it becomes a
-        `tf.function`. So one loop serves all levels.
+        `tfamp.rewrite`. At the other levels the layers have their dtypes already, and it
+        becomes a `tf.function`. So one loop serves all levels.
 
         Args:
-            function: A Python function or a `tf.function`; on several replicas the one that calls
-                `strategy.run`. Without it a decorator is returned.
+            function: A Python function or a `tf.function`; on several replicas the one that
+                calls `strategy.run`. Without it a decorator is returned.
 
         Returns:
-            A function that is called like the given one.
+            A function that is called like that one.
 
         Example:
             >>> import keras, tensorflow as tf, tfamp
@@ -159,26 +160,31 @@ class PrecisionSettings:
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
-        for x in self.layers:
-            note = "" if x.quantization is None else f"; quantized to {x.quantization}"
-            rows.append((x.path, x.kind, x.compute_dtype, x.variable_dtype, x.why + note))
+        for layer in self.layers:
+            why = layer.why
+            if layer.quantization is not None:
+                why += f"; quantized to {layer.quantization}"
+            dtypes = (layer.compute_dtype, layer.variable_dtype)
+            rows.append((layer.path, layer.kind, *dtypes, why))
         return rows
 
 
 def settings_of(
-    model: Any,
+    model: Model,
     level: EffectiveLevel | None,
-    kept: tuple[Any, ...] = (),
+    kept: tuple[Layer, ...] = (),
     rewrite: Callable[..., Any] | None = None,
 ) -> PrecisionSettings:
-    """Returns the settings of a model at a level, or by its layers' own policies without one.
+    """Returns the settings of a model at a level, or by its layers' policies without one.
 
-    `kept` are the layers that the user keeps in float32, and `rewrite` rewrites the model's steps.
+    `kept` are the layers that the user keeps in float32, `rewrite` rewrites the model's steps.
     """
     optimizer = model.optimizer if model.compiled else None
-    layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
+    computing = computing_layers_of(model)
+    layers = [layer for layer in computing if not isinstance(layer, keras.Model)]
     below = {id(layer) for layer in layers_of(*kept)}
-    low = Counter(x.compute_dtype for x in layers if x.compute_dtype in LOW_PRECISION)
+    dtypes = [layer.compute_dtype for layer in layers]
+    low = Counter(dtype for dtype in dtypes if dtype in LOW_PRECISION)
     values: dict[str, Any] = {
         "level": None,
         "dtype": max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
@@ -198,13 +204,13 @@ def settings_of(
         keep_float32=tuple(path_of(layer) for layer in kept),
         layers=tuple(_row(layer, level, id(layer) in below) for layer in layers),
         graph_rewrite=rewrite,
-        # Where slots=None was given, the optimizer's own choice.
+        # Where slots is None, the optimizer has chosen.
         slots=getattr(getattr(optimizer, "stored_weights", None), "slots", None),
         **values,
     )
 
 
-def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettings:
+def _row(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> LayerSettings:
     mode = quantization_of(layer)
     compute, stored = layer.compute_dtype, layer.variable_dtype
     if layer.weights and mode is None:
@@ -215,7 +221,7 @@ def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettin
     return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode)
 
 
-def _why(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> str:
+def _why(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> str:
     """Returns the first reason for a layer's dtype that holds, at a level or without one."""
     assignment = assignments.get(layer) or Assignment(layer.dtype_policy.name, "policy")
     is_moved = assignment.before is not None

@@ -1,10 +1,9 @@
 """`prepare`: applies a level of mixed precision to a model and its optimizer.
 
-In place where the weights keep their dtypes, else on a copy. At level O1 the steps that `fit`,
-`evaluate` and `predict` call are replaced on the model: while Keras traces them, each is a
-rewritten function, which holds the steps of all replicas under a strategy. Other calls of the
-model, eager or in a custom loop's own `tf.function`, run under autocast, so that the model never
-silently computes in float32.
+In place where the weights keep their dtypes, else on a copy. At level O1 the steps of the model
+are rewritten, as `rewritten_steps` says. Other calls of the model, eager or in the
+`tf.function` of a custom loop, run under autocast, so that the model never silently computes in
+float32.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +23,12 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Function, Layer, Model, Nest, Optimizer, Tensor
 from tfamp.core.loss_scale import LossScale
 from tfamp.core.options import GradClip
-from tfamp.interop.keras_hooks import layers_of, reading_variables_in
-from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
-from tfamp.interop.tf_private import replicas_share_graph, xla_works
+from tfamp.interop.keras_hooks import layers_of
+from tfamp.interop.patching import level_of_user
+from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, model_roles
 from tfamp.layers.assignment import Assignment, Before, assignments
 from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
@@ -39,27 +39,29 @@ from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.model_structure import computing_layers_of, select
 from tfamp.levels.precision_config import PrecisionConfig, with_arguments
 from tfamp.levels.precision_settings import PrecisionSettings, settings_of
+from tfamp.levels.rewritten_steps import (
+    Rewrite,
+    keep_in_float32,
+    rewrite_steps_of,
+    step_options,
+)
 from tfamp.machine import hardware
-from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import Policy, prepares_data
 from tfamp.rewriting import tuning
 from tfamp.rewriting.choice_cache import keras_program
-from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.measured_runs import FUSED, Candidate
-from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.rewriting.tune_report import TuneReport, time_text
-from tfamp.torch_style.context import autocast
 from tfamp.training.scaling import build_optimizer
 
 
-class _NotGiven(str):
-    """The default of an argument that was not given."""
+class _Default(str):
+    """The default of an argument, which a configuration overrides."""
 
     __slots__ = ()
 
 
-_DEFAULT_LEVEL = _NotGiven("O2")
+_DEFAULT_LEVEL = _Default("O2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,15 @@ class _Record:
 
     level: EffectiveLevel
     kept: tuple[str, ...]
-    rewrite: Callable[..., Any] | None
+    rewrite: Rewrite | None
 
 
 _prepared: WeakMap[_Record] = WeakMap()
 
 
 class _Pair(NamedTuple):
-    model: Any
-    optimizer: Any
+    model: Model
+    optimizer: Optimizer
 
 
 class Prepared(_Pair):
@@ -125,14 +127,14 @@ def prepare(
     | O3 | low dtype | low dtype | low dtype | 1 unless given |
     | auto | O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0 | | | |
 
-    bfloat16 has float32's range and gets a scale of 1 by default. Below float32 the optimizer is a
-    `LossScaleOptimizer`, which skips and counts steps that are not finite. Use the returned pair.
-    The model may be new, or built, trained and compiled: weights, the optimizer's state, compiled
-    losses and metrics are kept. Levels can follow each other; O0 restores float32 and the former
-    predictions, except for weights that were stored low without a master. Where the weights get
-    another dtype (O3, master weights, and back from them) a new model is returned and the given one
-    is not modified; otherwise the model is changed in place. Later calls of `model.compile` wrap
-    their optimizer as well.
+    bfloat16 has float32's range and gets a scale of 1 by default. Below float32 the optimizer
+    is a `LossScaleOptimizer`, which skips and counts steps that are not finite. Use the
+    returned pair. The model may be new, or built, trained and compiled: weights, the
+    optimizer's state, compiled losses and metrics are kept. Levels can follow each other; O0
+    restores float32 and the former predictions, except for weights that were stored low without
+    a master. Where the weights get another dtype (O3, master weights, and back from them) a new
+    model is returned and the former one is not modified; otherwise the model is changed in
+    place. Later calls of `model.compile` wrap their optimizer as well.
 
     Arguments override the fields of `config`, which are checked together with them.
 
@@ -141,15 +143,16 @@ def prepare(
         optimizer: A Keras optimizer or its name; None for the compiled model's, if any.
         level: "O0", "O1", "O2", "O3" or "auto".
         dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively.
-        loss_scale: A `FixedLossScale` or `DynamicLossScale`, a number for a fixed one, "dynamic",
-            "none", or a dict of fields; None for the level's own.
+        loss_scale: A `FixedLossScale` or `DynamicLossScale`, a number for a fixed one,
+            "dynamic", "none", or a dict of fields; None for the level's.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number.
             Clips after unscaling.
         keep_float32: Layers that stay float32, sublayers included: their names, regular
             expressions, layer classes or layers; one or several.
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
-            copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
-            of squared gradients, such as Adam, which do not learn with low variables alone.
+            copies in the optimizer. None is False, but at O3 True for optimizers that keep
+            averages of squared gradients, such as Adam, which do not learn with low variables
+            alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
             "lists", "min_cut" or "fused". None is "lists"; with level "auto" it is "fused" for
             models whose inputs have known shapes but for the batch, and "min_cut" for others.
@@ -158,10 +161,10 @@ def prepare(
             see `LossScaleOptimizer`.
         slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
-        example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train step
-            of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the fastest
-            of O0, O1 with each placement and, where "auto" means it, O2 is chosen. Weights,
-            optimizer and random states are restored.
+        example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train
+            step of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the
+            fastest of O0, O1 with each placement and, where "auto" means it, O2 is chosen.
+            Weights, optimizer and random states are restored.
 
     Returns:
         The pair of model and optimizer, with `.settings`, which prints as a table.
@@ -189,9 +192,9 @@ def prepare(
         (['float16', 'float32'], 512.0)
     """
     _check_model(model, "prepare")
-    chosen = _config(
+    checked_config = _config(
         config,
-        level=None if isinstance(level, _NotGiven) else level,
+        level=None if isinstance(level, _Default) else level,
         dtype=dtype,
         loss_scale=loss_scale,
         grad_clip=grad_clip,
@@ -201,27 +204,27 @@ def prepare(
         weight_rounding=weight_rounding,
         slots=slots,
     )
-    given = prepared_optimizer.read_optimizer(model, optimizer)
-    level_here = effective_level(chosen, hardware.detect())
-    wanted = prepared_optimizer.with_needed_masters(level_here, given)
-    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
+    old_optimizer = prepared_optimizer.read_optimizer(model, optimizer)
+    level_here = effective_level(checked_config, hardware.detect())
+    effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
+    kept = tuple(select(layers_of(model)[1:], checked_config.keep_float32, "keep_float32"))
     if example_batch is not None:
-        wanted = _measured_level(model, wanted, kept, example_batch)
-    if wanted.warning is not None:
-        warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
+        effective = _measured_level(model, effective, kept, example_batch)
+    if effective.warning is not None:
+        warnings.warn(effective.warning, TfampWarning, stacklevel=level_of_user())
     record = _prepared.get(model)
-    is_there = record is not None and record.level == wanted and wanted.low_weights
-    if not is_there and (wanted.low_weights or _stores_low(model)):
-        model, made = _level_on_copy(model, given, wanted, kept)
+    is_there = record is not None and record.level == effective and effective.low_weights
+    if not is_there and (effective.low_weights or _stores_low(model)):
+        model, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
     else:
-        made = None if given is None else prepared_optimizer.wrapped(given, wanted)
+        new_optimizer = prepared_optimizer.wrapped_if_any(old_optimizer, effective)
         if not is_there:
-            _level_in_place(model, wanted, kept)
-    prepared_optimizer.warn_of_slots(made, wanted)
-    prepared_optimizer.warn_of_own_optimizers(model, wanted)
-    if model.compiled and made is not None:
-        prepared_optimizer.give_optimizer(model, made)
-    prepared = Prepared(model, made)
+            _level_in_place(model, effective, kept)
+    prepared_optimizer.warn_of_slots(new_optimizer, effective)
+    prepared_optimizer.warn_of_held_optimizers(model, effective)
+    if model.compiled and new_optimizer is not None:
+        prepared_optimizer.give_optimizer(model, new_optimizer)
+    prepared = Prepared(model, new_optimizer)
     prepared.settings = precision_settings(model)
     return prepared
 
@@ -231,7 +234,8 @@ def precision_settings(model: Any) -> PrecisionSettings:
 
     Args:
         model: Any `keras.Model`: one that `prepare` returned, possibly with dtypes set by hand
-            since, one made under a policy of tfamp's or Keras's, or one that neither has touched.
+            since, one made under a policy of tfamp's or Keras's, or one that neither has
+            touched.
 
     Returns:
         The settings; `print` shows them as a table, layer by layer, and so does a notebook.
@@ -254,21 +258,21 @@ def precision_settings(model: Any) -> PrecisionSettings:
     return settings_of(model, record.level, kept, record.rewrite)
 
 
-def _check_model(model: Any, caller: str) -> None:
+def _check_model(model: Model, caller: str) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"{caller} takes a keras.Model; got {described(model)} For plain functions there are "
-            "tfamp.rewrite and tfamp.autocast."
+            f"{caller} takes a keras.Model; got {described(model)} For plain functions there "
+            "are tfamp.rewrite and tfamp.autocast."
         )
 
 
-def _config(config: Any, **given: Any) -> PrecisionConfig:
+def _config(config: Any, **arguments: Any) -> PrecisionConfig:
     hardware.warn_of_unknown_variables()
-    arguments = {name: value for name, value in given.items() if value is not None}
-    return with_arguments({} if config is None else config, arguments)
+    overrides = {name: value for name, value in arguments.items() if value is not None}
+    return with_arguments({} if config is None else config, overrides)
 
 
-def _stores_low(model: Any) -> bool:
+def _stores_low(model: Model) -> bool:
     """Whether a model, and not only single layers of it, stores its weights in a low dtype."""
     record = _prepared.get(model)
     if record is not None:
@@ -276,7 +280,7 @@ def _stores_low(model: Any) -> bool:
     return level_assignments.default_policy(model) in LOW_PRECISION
 
 
-def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> None:
+def _level_in_place(model: Model, level: EffectiveLevel, kept: tuple[Layer, ...]) -> None:
     """Applies a level to a model whose weights are float32."""
     with contextlib.ExitStack() as undo:
         undo.callback(level_assignments.note_state(model))
@@ -288,33 +292,34 @@ def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) ->
 
 
 def _put_level_on(
-    model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
-) -> Callable[..., Any] | None:
+    model: Model, level: EffectiveLevel, kept: Iterable[Layer], chosen: Iterable[int]
+) -> Rewrite | None:
     if level.level == "O2":
         # Layers of these classes stay float32 if made later, too.
-        classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
+        classes = [value for value in level.config.keep_float32 if isinstance(value, type)]
         policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
         level_assignments.apply_policy(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    options = _step_options(level.dtype, _placement(model, level.config))
-    return _rewrite_steps_of(model, options, kept)
+    options = step_options(level.dtype, _placement(model, level.config))
+    return rewrite_steps_of(model, options, kept)
 
 
-def _placement(model: Any, config: PrecisionConfig) -> str:
+def _placement(model: Model, config: PrecisionConfig) -> str:
     """Returns how steps are rewritten: at level "auto" fused, if that costs few compilations.
 
     XLA compiles once for each shape that tensors have, so only the batch size may vary.
     """
-    shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
-    is_open = config.level == "auto" and not config.placement and xla_works("")
+    if config.level != "auto" or config.placement or not xla_works(""):
+        return config.rewrite_placement
+    shapes = [tensor.shape[1:] for tensor in getattr(model, "inputs", ())]
     is_alone = model.distribute_strategy.num_replicas_in_sync == 1
     is_static = shapes and all(None not in shape for shape in shapes)
-    return FUSED if is_open and is_alone and is_static else config.rewrite_placement
+    return FUSED if is_alone and is_static else config.rewrite_placement
 
 
 def _finish(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
+    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], rewrite: Rewrite | None
 ) -> None:
     if level.level != "O0":
         for layer in layers_of(model):
@@ -335,15 +340,15 @@ def _finish(
         )
 
 
-# ---- Weights of another dtype --------------------------------------------------------------------
+# ---- Weights of another dtype ----------------------------------------------------------------
 
 
 def _level_on_copy(
-    model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    model: Model, optimizer: Optimizer | None, level: EffectiveLevel, kept: tuple[Layer, ...]
+) -> tuple[Model, Optimizer | None]:
     """Copies a model, and its optimizer, for a level that stores weights in another dtype.
 
-    The copy is compiled as the given model. That and its optimizer are not modified.
+    The copy is compiled as the original. That and its optimizer are not modified.
     """
     if not model.built:
         raise ValueError(
@@ -353,78 +358,86 @@ def _level_on_copy(
     names = model_structure.quantized_names(layers_of(model))
     if names:  # A copy cannot get their integers, nor their calibration.
         raise ValueError(
-            f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores its "
-            "weights in another dtype here, and quantized ones cannot be. Put the level on the "
-            "model before it is quantized, or take one that keeps its weights: O0, O1 or O2 "
-            "without master_weights for float32 weights."
+            f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores "
+            "its weights in another dtype here, and quantized ones cannot be. Put the level on "
+            "the model before it is quantized, or take one that keeps its weights: O0, O1 or "
+            "O2 without master_weights for float32 weights."
         )
     with contextlib.ExitStack() as undo:
         undo.callback(level_assignments.note_state(model))
         if model.distribute_strategy is not tf.distribute.get_strategy():
             undo.enter_context(model.distribute_strategy.scope())
         chosen = level_assignments.take_back(model, keep_by_hand=level.level != "O0")
-        # The given model has the policies of the copy while it is copied.
+        # The original has the policies of the copy while it is copied.
         for layer in _low_layers(model):
             layer_dtypes.give_policy(layer, "float32")
         # The policies without a level, to restore them later.
-        base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+        policies = {id(layer): layer.dtype_policy for layer in layers_of(model)}
         autocasts = {id(layer): layer.autocast for layer in layers_of(model)}
-        mixed = level.level == "O2" and level.low_weights
-        if mixed:
+        is_mixed = level.level == "O2" and level.low_weights
+        if is_mixed:
             _put_level_on(model, level, kept, chosen)
         _make_pure(model, level, kept, chosen)
-        made = copy_model(model, functools.partial(prepared_optimizer.exact_values, optimizer))
-        pairs = same_layers(model, made)
+        exact_values = functools.partial(prepared_optimizer.exact_values, optimizer)
+        new_model = copy_model(model, exact_values)
+        pairs = same_layers(model, new_model)
         for old, new in pairs:  # Configurations do not hold it.
             new.autocast = autocasts.get(id(old), new.autocast)
-        model_structure.correct_symbolic_dtypes(made)
-        made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
-        if mixed:
+        model_structure.correct_symbolic_dtypes(new_model)
+        kept_ids = {id(layer) for layer in kept}
+        new_kept = tuple(new for old, new in pairs if id(old) in kept_ids)
+        if is_mixed:
             rewrite = None
-            _manage_as(pairs, made, level)
+            _manage_as(pairs, new_model, level)
         else:
-            made_chosen = {id(new) for old, new in pairs if id(old) in chosen}
-            rewrite = _put_level_on(made, level, made_kept, made_chosen)
+            new_chosen = {id(new) for old, new in pairs if id(old) in chosen}
+            rewrite = _put_level_on(new_model, level, new_kept, new_chosen)
         for old, new in pairs:
-            own = base.get(id(old), old.dtype_policy)  # the latter for appended casts
-            _assign_as(old, new, Before(own, new.autocast) if level.low_weights else None)
-        made_optimizer = None
+            policy = policies.get(id(old), old.dtype_policy)  # the latter for appended casts
+            _assign_as(old, new, Before(policy, new.autocast) if level.low_weights else None)
+        new_optimizer = None
         if optimizer is not None:
-            made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
+            new_optimizer = prepared_optimizer.for_copy(optimizer, level, model, new_model)
         if model.compiled:
-            prepared_optimizer.compile_like(made, model, made_optimizer)
-        _finish(made, level, made_kept, rewrite)
-    return made, made_optimizer
+            prepared_optimizer.compile_like(new_model, model, new_optimizer)
+        _finish(new_model, level, new_kept, rewrite)
+    return new_model, new_optimizer
 
 
-def _low_layers(model: Any) -> list[Any]:
+def _low_layers(model: Model) -> list[Any]:
     """Returns the layers whose low policy is the model's default, not a user's choice."""
     default = level_assignments.default_policy(model)
-    own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
-    return [x for x in own if default in LOW_PRECISION and layer_dtypes.is_plain(x.dtype_policy)]
+    if default not in LOW_PRECISION:
+        return []
+    layers = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
+    return [layer for layer in layers if layer_dtypes.is_plain(layer.dtype_policy)]
 
 
-def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: set[int]) -> None:
+def _make_pure(
+    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], chosen: set[int]
+) -> None:
     """Gives the layers whose weights a level stores low a policy of the low dtype alone.
 
-    At O3 all layers except kept, chosen and preprocessing ones; at O2 those that compute in the low
-    dtype.
+    At O3 all layers except kept, chosen and preprocessing ones; at O2 those that compute in the
+    low dtype.
     """
     layers = []
     if level.level == "O3":
-        layers = computing_layers_of(model)
-        preparing = [layer for layer in layers if prepares_data(type(layer))]
+        computing = computing_layers_of(model)
+        preparing = [layer for layer in computing if prepares_data(type(layer))]
         left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
-        layers = [x for x in layers if layer_dtypes.is_plain(x.dtype_policy) and id(x) not in left]
+        changeable = [layer for layer in computing if layer_dtypes.is_plain(layer.dtype_policy)]
+        layers = [layer for layer in changeable if id(layer) not in left]
     elif level.low_weights:
         for held in model_structure.models_held_by_models(model):
             model_roles.become_part(held)  # its weights become low, like its holder's
-        layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
+        mixed = f"mixed_{level.dtype}"
+        layers = [layer for layer in layers_of(model) if layer.dtype_policy.name == mixed]
     for layer in layers:
         layer_dtypes.give_policy(layer, level.dtype)
 
 
-def _assign_as(old: Any, new: Any, before: Before | None) -> None:
+def _assign_as(old: Layer, new: Layer, before: Before | None) -> None:
     """Gives a layer of a copy the assignment of the layer that it was made from.
 
     `before` is for a level that stores weights in another dtype.
@@ -433,134 +446,40 @@ def _assign_as(old: Any, new: Any, before: Before | None) -> None:
     is_by_user = source is not None and source.by == "user"
     if isinstance(new, keras.layers.InputLayer) or (before is None and not is_by_user):
         return
-    given = layer_dtypes.float_policy(new) or new.dtype_policy.name
+    policy_name = layer_dtypes.float_policy(new) or new.dtype_policy.name
     role = "hidden" if source is None else source.role
-    made = assignments.get(new) or Assignment(given, "level", role)
-    by = "user" if is_by_user else made.by
-    assignments.set(new, dataclasses.replace(made, by=by, before=before or made.before))
+    assignment = assignments.get(new) or Assignment(policy_name, "level", role)
+    by = "user" if is_by_user else assignment.by
+    before = before or assignment.before
+    assignments.set(new, dataclasses.replace(assignment, by=by, before=before))
 
 
-def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
-    """Gives a copy with low weights the kernels and outputs of the O2 model it was made from."""
+def _manage_as(
+    pairs: list[tuple[Layer, Layer]],
+    new_model: Model,
+    level: EffectiveLevel,
+) -> None:
+    """Gives a copy with low weights the kernels and outputs of the O2 model it came from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:
         assignment = assignments.get(old)
         if assignment is not None and assignment.role == "statistics":
             manage(new, policy, assignment_under(new, policy, "level"))
-    for held in model_structure.models_held_by_models(made):
+    for held in model_structure.models_held_by_models(new_model):
         cast_outermost(held)
-    model_structure.correct_symbolic_dtypes(made)
-    if not model_structure.is_graph(made):
+    model_structure.correct_symbolic_dtypes(new_model)
+    if not model_structure.is_graph(new_model):
         # Its outermost call returns float32.
-        manage(made, policy, assignment_under(made, policy, "level"))
+        manage(new_model, policy, assignment_under(new_model, policy, "level"))
 
 
-# ---- The steps of a model at level O1 ------------------------------------------------------------
-
-
-# Name scope of kept layers, and of their gradients. Keras's own scopes are not stable: the second
-# trace of a layer called dense is under dense_1.
-_KEPT_SCOPE = "tfamp_keep_float32"
-_KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
-
-
-def _rewrite_steps_of(
-    model: Any, options: RewriteOptions, kept: Iterable[Any]
-) -> Callable[..., Any]:
-    """Makes a model without a level run at level O1, kept layers in float32.
-
-    Returns the function that rewrites another step in the same way.
-    """
-    rewrite = functools.partial(RewrittenFunction, options=options)
-    _keep_in_float32(kept)
-    for layer in model_structure.output_layers_of(model):
-        wrap_method(layer, "call", _bias_in_float32)
-    for layer in layers_of(model):
-        # Keras calls it instead of `call` once the layer is quantized; autocast skips it already.
-        wrap_method(layer, "quantized_call", _under_kept_scope)
-    wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
-    for name in ("train_step", "test_step", "predict_step"):
-        _rewrite_step_of(model, name, options.dtype, rewrite)
-    return rewrite
-
-
-def _step_options(dtype: str, placement: str) -> RewriteOptions:
-    """Returns the options for steps, which need not run every layer that is kept in float32."""
-    return RewriteOptions(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
-
-
-def _keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
-    """Makes layers compute in float32 at level O1, until the returned stack is closed."""
-    undo = contextlib.ExitStack()
-    for layer in computing_layers_of(*kept):
-        undo.callback(wrap_method(layer, "call", _in_float32))
-    return undo
-
-
-def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., Any]) -> None:
-    step = getattr(model, name)
-
-    def on_all_replicas(data: Any) -> Any:
-        return tf.distribute.get_strategy().run(step, args=(data,))
-
-    def rewritten(step: Callable[..., Any], data: Any) -> Any:
-        # Made for the trace around it only: Keras traces again after `compile`, which may have
-        # brought another optimizer or loss. Keras traces its steps without AutoGraph.
-        return rewrite(tf.function(step, autograph=False))(data)
-
-    def around(original: Callable[..., Any], data: Any) -> Any:
-        if traces_for_a_rewrite():
-            return original(data)
-        if tf.executing_eagerly():
-            with autocast(dtype):
-                return original(data)
-        if not replicas_share_graph():
-            return rewritten(step, data)
-        # A function that one replica traces alone cannot all-reduce.
-        replica = tf.distribute.get_replica_context()
-        return replica.merge_call(lambda _, data: rewritten(on_all_replicas, data), args=(data,))
-
-    wrap_method(model, name, around)
-    # find_nonfinite searches the graph that is trained.
-    wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
-
-
-def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if traces_for_a_rewrite():
-        return original(*args, **kwargs)
-    with autocast(dtype):
-        outputs = original(*args, **kwargs)
-    return keras.tree.map_structure(layer_dtypes.in_float32, outputs)
-
-
-def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not traces_for_a_rewrite():
-        return original(*args, **kwargs)
-    with tf.name_scope(_KEPT_SCOPE):
-        return original(*args, **kwargs)
-
-
-def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if traces_for_a_rewrite():
-        return _under_kept_scope(original, *args, **kwargs)
-    with autocast(enabled=False), reading_variables_in(None):
-        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
-        return original(*args, **kwargs)
-
-
-def _bias_in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # As in a rewrite: only the product is low, and what is added to it makes it float32.
-    with reading_variables_in(None):
-        return original(*args, **kwargs)
-
-
-# ---- Level "auto" by measurement -----------------------------------------------------------------
+# ---- Level "auto" by measurement -------------------------------------------------------------
 
 
 def _measured_level(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
+    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], batch: Nest
 ) -> EffectiveLevel:
-    """Returns the fastest level for a model, measured on a batch; the model is as before then.
+    """Returns the fastest level for a model, measured on a batch; leaves the model as before.
 
     `level` is the device's default.
     """
@@ -569,52 +488,59 @@ def _measured_level(
     if config.dtype == FLOAT32:
         return level
     low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
-    options = _step_options(low.dtype, low.config.rewrite_placement)
-    names = (config.placement,) if config.placement else tuning.CANDIDATES
+    options = step_options(low.dtype, low.config.rewrite_placement)
+    placements = (config.placement,) if config.placement else tuning.CANDIDATES
     data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
     with contextlib.ExitStack() as undo:
         undo.callback(level_assignments.note_state(model))
         chosen = level_assignments.take_back(model, keep_by_hand=True)
         model_structure.correct_symbolic_dtypes(model)
         program = keras_program(model, data)
-        ways = tuning.candidates_of(_as_fit_traces(model, model.train_step), options, names)
+        step = _as_fit_traces(model, model.train_step)
+        candidates = tuning.candidates_of(step, options, placements)
         if level.level == "O2":
-            mixed = _mixed_step(model, level, kept, chosen)
-            ways.append(Candidate("O2", _as_fit_traces(model, mixed)))
-        with _keep_in_float32(kept):
-            of_user = ({id(each) for each in kept}, chosen)
-            numbers = [[id(each) in ids for ids in of_user] for each in layers_of(model)]
-            build = functools.partial(build_optimizer, model)
-            given: dict[str, Any] = {"kept": numbers, "program": program, "before": build}
-            name, dtype = model.name, low.dtype
-            report = tuning.compare_candidates(ways, (data,), name=name, dtype=dtype, **given)
-    return _found(report, config)
+            mixed_step = _as_fit_traces(model, _mixed_step(model, level, kept, chosen))
+            candidates.append(Candidate("O2", mixed_step))
+        kept_ids = {id(layer) for layer in kept}
+        with keep_in_float32(kept):
+            report = tuning.compare_candidates(
+                candidates,
+                (data,),
+                name=model.name,
+                dtype=low.dtype,
+                # By position, as another process has other ids.
+                kept=[[id(x) in kept_ids, id(x) in chosen] for x in layers_of(model)],
+                program=program,
+                before=functools.partial(build_optimizer, model),
+            )
+    return _fastest_level(report, config)
 
 
-def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
+def _check_measurable(model: Model, config: PrecisionConfig, batch: Any) -> None:
     """Raises a ValueError or TypeError unless a train step can be measured on a batch."""
     if config.level != "auto":
         raise ValueError(
-            f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
-            "example_batch out, or give level='auto'."
+            f"example_batch is what level='auto' is measured on; level is {config.level!r}. "
+            "Leave example_batch out, or give level='auto'."
         )
     if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
         raise TypeError(
-            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
-            f"got {type(batch).__name__}. Of a dataset give next(iter(dataset))."
+            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, "
+            f"sample_weight); got {type(batch).__name__}. Of a dataset give "
+            "next(iter(dataset))."
         )
     for name, part in zip(("x", "y", "sample_weight"), batch, strict=False):
         for leaf in keras.tree.flatten(part):
             if leaf is not None and not _has_values(leaf):
                 raise TypeError(
                     "example_batch must hold arrays or tensors with values, as fit takes them; "
-                    f"{name} holds {described(leaf)} Make arrays of lists with np.array, and give "
-                    "a batch of data instead of specs and symbolic tensors."
+                    f"{name} holds {described(leaf)} Make arrays of lists with np.array, and "
+                    "give a batch of data instead of specs and symbolic tensors."
                 )
     if config.master_weights or config.weight_rounding or _stores_low(model):
         raise ValueError(
-            "Weights stored in low precision are not measured: leave example_batch out, or lead "
-            f"{model.name} back with prepare(model, level='O0') first."
+            "Weights stored in low precision are not measured: leave example_batch out, or "
+            f"lead {model.name} back with prepare(model, level='O0') first."
         )
     if not model.compiled:
         raise ValueError(
@@ -630,11 +556,11 @@ def _has_values(leaf: Any) -> bool:
 
 
 def _mixed_step(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int]
-) -> Callable[..., Any]:
+    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], chosen: Iterable[int]
+) -> Function:
     """The train step of a float32 model as at level O2; a trace leaves the model as before."""
 
-    def step(data: Any) -> Any:
+    def step(data: Nest) -> Nest:
         with contextlib.ExitStack() as undo:
             undo.callback(level_assignments.note_state(model))
             _put_level_on(model, level, kept, chosen)
@@ -643,27 +569,28 @@ def _mixed_step(
     return step
 
 
-def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
-    chosen = report.chosen
-    name = {FLOAT32: "O0", "O2": "O2"}.get(chosen.candidate, "O1")
-    placement = chosen.candidate if name == "O1" else None
-    found = dataclasses.replace(config, level=name, placement=placement)
-    level = effective_level(found, hardware.detect())
-    times = time_text(chosen.seconds)
+def _fastest_level(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
+    fastest = report.chosen
+    name = {FLOAT32: "O0", "O2": "O2"}.get(fastest.candidate, "O1")
+    placement = fastest.candidate if name == "O1" else None
+    concrete = dataclasses.replace(config, level=name, placement=placement)
+    level = effective_level(concrete, hardware.detect())
+    times = time_text(fastest.seconds)
     if name != "O0":
-        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
+        float32_time = time_text(report.rows[0].seconds)
+        times += f" ({fastest.candidate}), and {float32_time} in float32"
     how = f"the fastest on the example batch ({report.source})"
     reason = f"level: auto is {name}, {how}: a step takes {times}."
     # Measured, so a warning about a guess does not apply.
     return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 
 
-def _as_fit_traces(model: Any, step: Callable[..., Any]) -> Any:
+def _as_fit_traces(model: Model, step: Function) -> Function:
     """Returns a train step of a compiled model as `fit` traces it."""
     return tf.function(step, autograph=False, jit_compile=model.jit_compile or None)
 
 
-def _as_fit_gives(value: Any) -> Any:
+def _as_fit_gives(value: Any) -> Tensor | None:
     """Returns an array as a tensor, floats in Keras's default dtype."""
     if value is None:
         return None

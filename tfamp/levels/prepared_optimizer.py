@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Method, Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import level_of_user, wrap_method
@@ -28,9 +29,9 @@ _UNKNOWN = "state unknown to tfamp"
 _AVERAGES = "running averages of squared gradients"
 _SUMS = "sums of squared gradients"
 
-# State of Keras's optimizers that low-precision slots cannot hold; docs/guides/levels.md has the
-# reasons. SGD has none but a momentum; wrappers have the state of the optimizers inside. By names,
-# as not every release of Keras has all; subclasses inherit the entry.
+# State of Keras's optimizers that low-precision slots cannot hold; docs/guides/levels.md has
+# the reasons. SGD has none but a momentum; wrappers have the state of the optimizers inside. By
+# names, as not every release of Keras has all; subclasses inherit the entry.
 SLOTS = {
     "SGD": "",
     **dict.fromkeys(("RMSprop", "Adam", "AdamW", "Nadam", "Lamb", "Adadelta"), _AVERAGES),
@@ -43,64 +44,70 @@ SLOTS = {
 
 # Prefix of the attributes in which TensorFlow keeps what it tracks of an object.
 _OF_TENSORFLOW = "_self_"
-# Wrappers made by `prepare`, which another level removes, unlike a user's own.
+# Wrappers made by `prepare`, which another level removes, unlike those of a user.
 _made_here: WeakMap[bool] = WeakMap()
 
 
-def read_optimizer(model: Any, given: Any) -> Any:
-    """Returns a given optimizer, perhaps by name; for None the model's own, if any."""
-    if given is None:
+def read_optimizer(model: Model, optimizer: Any) -> Optimizer | None:
+    """Returns an optimizer, perhaps by name; for None that of the model, if it has one."""
+    if optimizer is None:
         return model.optimizer if model.compiled else None
-    found = keras.optimizers.get(given) if isinstance(given, str | dict) else given
-    if not isinstance(found, keras.optimizers.Optimizer):
+    is_config = isinstance(optimizer, str | dict)
+    resolved = keras.optimizers.get(optimizer) if is_config else optimizer
+    if not isinstance(resolved, keras.optimizers.Optimizer):
         raise TypeError(
-            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {described(given)}"
+            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or "
+            f"its name; got {described(optimizer)}"
         )
-    return found
+    return resolved
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Optimizer) -> Optimizer:
     """Unwraps an optimizer from loss scaling."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
-def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
-    """Creates an optimizer for a copied model that continues from the model's own.
+def for_copy(
+    optimizer: Optimizer, level: EffectiveLevel, model: Model, new_model: Model
+) -> Optimizer:
+    """Creates an optimizer for a copied model that continues from that of the model.
 
-    Its counters and slots have the values of the given one, if that was built; its masters, if
-    any, start from the model's exact values. Raises a ValueError if the given optimizer was built
-    for variables that the model does not have.
+    Its counters and slots have the values of the former one, if that was built; its masters, if
+    any, start from the model's exact values. Raises a ValueError if the former optimizer was
+    built for variables that the model does not have.
     """
     old = innermost(optimizer)
     # Layers may have been frozen or unfrozen since the optimizer was built.
-    built = next((x for x in (optimizer, old) if x.built), None)
-    before = keras_hooks.built_for(built) if built else model.trainable_variables
-    copies = {id(old): new for old, new in zip(model.weights, made.weights, strict=True)}
-    if not all(id(variable) in copies for variable in before):
+    if optimizer.built or old.built:
+        variables = keras_hooks.built_for(optimizer if optimizer.built else old)
+    else:
+        variables = model.trainable_variables
+    weights = zip(model.weights, new_model.weights, strict=True)
+    copies = {id(weight): new_weight for weight, new_weight in weights}
+    if not all(id(variable) in copies for variable in variables):
         raise ValueError(
-            f"{optimizer.name} was built for {len(before)} variables that are not all in "
-            f"{model.name}, whose weights get another dtype at this level: it cannot go on with "
-            "the new ones. Give the model an optimizer of its own, or a new one."
+            f"{optimizer.name} was built for {len(variables)} variables that are not all in "
+            f"{model.name}, whose weights get another dtype at this level: it cannot go on "
+            "with the new ones. Give the model an optimizer of its own, or a new one."
         )
-    after = [copies[id(variable)] for variable in before]
+    new_variables = [copies[id(variable)] for variable in variables]
     new = _made_again(old)
     _exclude_like(old, new, copies, model.weights)
     wrapper = wrapped(optimizer, level, new)
     if old.built or level.master_weights or level.config.weight_rounding:
-        wrapper.build(after)
-        values = exact_values(optimizer, before)
+        wrapper.build(new_variables)
+        values = exact_values(optimizer, variables)
         if isinstance(wrapper, LossScaleOptimizer):
-            wrapper.stored_weights.set_exact(after, values)
+            wrapper.stored_weights.set_exact(new_variables, values)
     if old.built:
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
     return wrapper
 
 
-def _made_again(optimizer: Any) -> Any:
+def _made_again(optimizer: Optimizer) -> Optimizer:
     """Makes an optimizer from the configuration of another one."""
     try:
         return type(optimizer).from_config(optimizer.get_config())
@@ -114,77 +121,82 @@ def _made_again(optimizer: Any) -> Any:
         ) from error
 
 
-def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
-    """Adds master weights to level O3 if low-precision slots cannot hold an optimizer's state.
+def with_needed_masters(level: EffectiveLevel, optimizer: Optimizer | None) -> EffectiveLevel:
+    """Adds master weights to level O3 if low slots cannot hold an optimizer's state.
 
     Other levels are returned unchanged, as is an explicit choice of the user.
     """
-    kept, config = _kept_at_o3(optimizer, level), level.config
+    state, config = _exact_state_at_o3(optimizer, level), level.config
     is_rounded = config.weight_rounding or getattr(optimizer, "weight_rounding", None)
-    if not kept or config.master_weights is not None or is_rounded:
+    if not state or config.master_weights is not None or is_rounded:
         return level
-    reason = f"master weights: yes, as {innermost(optimizer).name} keeps {kept}."
+    reason = f"master weights: yes, as {innermost(optimizer).name} keeps {state}."
     return dataclasses.replace(level, master_weights=True, reasons=(*level.reasons, reason))
 
 
-def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
+def _exclude_like(
+    old: Optimizer, new: Optimizer, copies: dict[int, Variable], weights: list[Variable]
+) -> None:
     """Copies exclusions from weight decay, which configurations do not hold."""
     excluded, pattern = keras_hooks.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
     key = keras_hooks.key_of(old)
-    new.exclude_from_weight_decay([copies[id(v)] for v in variables if key(v) in excluded])
+    excluded_weights = [weight for weight in weights if key(weight) in excluded]
+    new.exclude_from_weight_decay([copies[id(weight)] for weight in excluded_weights])
     keras_hooks.exclude_pattern(new, pattern)
 
 
-def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
+def warn_of_slots(optimizer: Optimizer | None, level: EffectiveLevel) -> None:
     """Warns about optimizer state under O3 that low-precision slots may not hold."""
-    kept = _kept_at_o3(optimizer, level)
-    exact = ("master_weights", "weight_rounding")
-    if not kept or any(getattr(optimizer, name, None) for name in exact):
+    state = _exact_state_at_o3(optimizer, level)
+    remedies = ("master_weights", "weight_rounding")
+    if not state or any(getattr(optimizer, name, None) for name in remedies):
         return
     warnings.warn(
-        f"{innermost(optimizer).name} keeps {kept}, which {level.dtype} may not hold: at level O3 "
-        "without master weights it may learn nothing or diverge. Leave master_weights out or give "
-        "True, or use SGD.",
+        f"{innermost(optimizer).name} keeps {state}, which {level.dtype} may not hold: at "
+        "level O3 without master weights it may learn nothing or diverge. Leave master_weights "
+        "out or give True, or use SGD.",
         TfampWarning,
         stacklevel=level_of_user(),
     )
 
 
-def _kept_at_o3(optimizer: Any, level: EffectiveLevel) -> str:
+def _exact_state_at_o3(optimizer: Optimizer | None, level: EffectiveLevel) -> str:
     """The state of an optimizer that low-precision slots cannot hold; "" at other levels."""
-    return "" if optimizer is None or level.level != "O3" else _kept_by(optimizer)
+    return "" if optimizer is None or level.level != "O3" else _exact_state_of(optimizer)
 
 
-def _kept_by(optimizer: Any) -> str:
+def _exact_state_of(optimizer: Optimizer) -> str:
     inside = getattr(optimizer, "optimizers", None)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inside = [optimizer.inner_optimizer]
     if inside is not None:
         # A MultiOptimizer with a selector function has its parts only once it is built.
-        return next(filter(None, map(_kept_by, inside)), "" if inside else _UNKNOWN)
+        default = "" if inside else _UNKNOWN
+        return next(filter(None, map(_exact_state_of, inside)), default)
     if getattr(optimizer, "use_ema", False):
         return "running averages of the weights (use_ema)"
-    bases = [x for x in type(optimizer).__mro__ if x.__module__.partition(".")[0] == "keras"]
-    return next((SLOTS[x.__name__] for x in bases if x.__name__ in SLOTS), _UNKNOWN)
+    for base in type(optimizer).__mro__:
+        if base.__module__.partition(".")[0] == "keras" and base.__name__ in SLOTS:
+            return SLOTS[base.__name__]
+    return _UNKNOWN
 
 
-def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
+def warn_of_held_optimizers(model: Model, level: EffectiveLevel) -> None:
     """Warns of unwrapped optimizers in a model's attributes, which its `train_step` may use."""
-    held = _held(model)
-    own = {name: x for name, x in held.items() if isinstance(x, keras.optimizers.Optimizer)}
-    bare = [name for name, x in own.items() if x is innermost(x)]
+    held = _held_values(model)
+    bare = [name for name, value in held.items() if _is_bare_optimizer(value)]
     missing = []
     if level.optimizer_rule not in (None, FixedLossScale(1.0)):
         missing.append("have no loss scale and skip no step that is not finite")
     if level.master_weights:
         missing.append("have no float32 master weights")
-    if not bare or not missing or any(isinstance(x, GradScaler) for x in held.values()):
+    if not bare or not missing or any(isinstance(value, GradScaler) for value in held.values()):
         return
     warnings.warn(
-        f"{type(model).__name__} has optimizers of its own ({', '.join(bare)}), which are left as "
-        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones "
+        f"{type(model).__name__} has optimizers of its own ({', '.join(bare)}), which are left "
+        f"as they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones "
         f"{', and '.join(missing)}. In compile wrap each in tfamp.LossScaleOptimizer, and in "
         "train_step take the gradients of optimizer.scale_loss(loss).",
         TfampWarning,
@@ -192,21 +204,28 @@ def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
     )
 
 
-def _held(model: Any) -> dict[str, Any]:
-    """The values of a model's attributes, and of lists and dicts there, without its optimizer."""
+def _is_bare_optimizer(value: Any) -> bool:
+    return isinstance(value, keras.optimizers.Optimizer) and value is innermost(value)
+
+
+def _held_values(model: Model) -> dict[str, Any]:
+    """The values of a model's attributes, and in lists and dicts there, but its optimizer."""
     held: dict[str, Any] = {}
-    own = {name: x for name, x in vars(model).items() if not name.startswith(_OF_TENSORFLOW)}
-    for name, value in own.items():
+    for name, value in vars(model).items():
+        if name.startswith(_OF_TENSORFLOW):
+            continue
         if isinstance(value, dict):
-            held |= {f"{name}[{key!r}]": each for key, each in value.items()}
+            held |= {f"{name}[{key!r}]": item for key, item in value.items()}
         elif isinstance(value, list | tuple):
-            held |= {f"{name}[{number}]": each for number, each in enumerate(value)}
+            held |= {f"{name}[{index}]": item for index, item in enumerate(value)}
         elif name != "optimizer":
             held[name] = value
     return held
 
 
-def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+def exact_values(
+    optimizer: Optimizer | None, variables: Sequence[Variable]
+) -> list[Tensor | Variable]:
     """The float32 values of variables, from their masters if they have any.
 
     A value assigned to a variable since the last step takes precedence, as in the next step.
@@ -216,7 +235,7 @@ def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     return optimizer.stored_weights.exact_values(variables)
 
 
-def rule_of(optimizer: Any) -> LossScale | None:
+def rule_of(optimizer: Optimizer | None) -> LossScale | None:
     """Returns the loss scaling rule of tfamp's or Keras's wrapper; None without one."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer.rule
@@ -226,13 +245,21 @@ def rule_of(optimizer: Any) -> LossScale | None:
     return None
 
 
-def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
-    """Wraps an optimizer for a level; the given one is not modified.
+def wrapped_if_any(optimizer: Optimizer | None, level: EffectiveLevel) -> Optimizer | None:
+    """Wraps an optimizer for a level; None for none."""
+    return None if optimizer is None else wrapped(optimizer, level)
 
-    Returns a `LossScaleOptimizer` around an inner optimizer, by default the innermost of the given
-    one, or the inner one if the level needs no loss scale, no clipping and no master weights. A
-    wrapper with equal settings is returned; a new one continues the scale and counters of the given
-    one. Raises a ValueError if both the optimizer and the level scale losses or clip gradients.
+
+def wrapped(
+    optimizer: Optimizer, level: EffectiveLevel, inner: Optimizer | None = None
+) -> Optimizer:
+    """Wraps an optimizer for a level; does not modify it.
+
+    Returns a `LossScaleOptimizer` around an inner optimizer, by default the innermost of the
+    argument, or the inner one if the level needs no loss scale, no clipping and no master
+    weights. A wrapper with equal settings is returned; a new one continues the scale and
+    counters of the former one. Raises a ValueError if both the optimizer and the level scale
+    losses or clip gradients.
     """
     inner = innermost(optimizer) if inner is None else inner
     rule, config = level.optimizer_rule, level.config
@@ -243,35 +270,35 @@ def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
         "slots": config.slots,
         "aggregate_in_float16": False,
     }
-    own = isinstance(optimizer, LossScaleOptimizer)
-    if own and not _made_here.get(optimizer) and level.level != "O0":
-        # A user's wrapper keeps its features and, unless another is given, its rule.
+    is_wrapper = isinstance(optimizer, LossScaleOptimizer)
+    if is_wrapper and not _made_here.get(optimizer) and level.level != "O0":
+        # A user's wrapper keeps its features and, unless another is chosen, its rule.
         features = {name: value or getattr(optimizer, name) for name, value in features.items()}
         rule = optimizer.rule if config.loss_scale is None else rule
-    elif not own and isinstance(rule, DynamicLossScale) and config.loss_scale is None:
+    elif not is_wrapper and isinstance(rule, DynamicLossScale) and config.loss_scale is None:
         rule = rule_of(optimizer) or rule
     if rule is None:
         return inner
-    wanted = {"rule": rule, "inner_optimizer": inner, **features}
-    if own and all(getattr(optimizer, name) == value for name, value in wanted.items()):
-        made = optimizer
+    settings = {"rule": rule, "inner_optimizer": inner, **features}
+    if is_wrapper and all(getattr(optimizer, name) == settings[name] for name in settings):
+        wrapper = optimizer
     else:
-        made = LossScaleOptimizer(inner, loss_scale=rule, **features)
-        if own:
-            continue_from(made, optimizer)
-        _made_here.set(made, True)
-    made.scaling_warnings.in_float16 = level.dtype == "float16" and level.level != "O0"
-    return made
+        wrapper = LossScaleOptimizer(inner, loss_scale=rule, **features)
+        if is_wrapper:
+            continue_from(wrapper, optimizer)
+        _made_here.set(wrapper, True)
+    wrapper.scaling_warnings.in_float16 = level.dtype == "float16" and level.level != "O0"
+    return wrapper
 
 
-def give_optimizer(model: Any, optimizer: Any) -> None:
+def give_optimizer(model: Model, optimizer: Optimizer) -> None:
     """Replaces the optimizer of a compiled model; loss and metrics stay."""
     if model.optimizer is not optimizer:
         keras_hooks.set_compiled_optimizer(model, optimizer)
     drop_traced_functions(model)
 
 
-def compile_like(model: Any, other: Any, optimizer: Any) -> None:
+def compile_like(model: Model, other: Model, optimizer: Optimizer | None) -> None:
     """Compiles a model like another one of the same outputs, with another optimizer.
 
     Warns and leaves the model as it is if its class has a `compile` with other arguments than
@@ -283,24 +310,27 @@ def compile_like(model: Any, other: Any, optimizer: Any) -> None:
         inspect.signature(model.compile).bind(**arguments)
     except TypeError:
         warnings.warn(
-            f"{type(model).__name__}.compile takes other arguments than Keras's own: the new model "
-            "that prepare returns is not compiled. Compile it.",
+            f"{type(model).__name__}.compile takes other arguments than Keras's own: the new "
+            "model that prepare returns is not compiled. Compile it.",
             TfampWarning,
             stacklevel=level_of_user(),
         )
         return
     for name in ("metrics", "weighted_metrics"):
-        arguments[name] = keras.tree.map_structure(
-            lambda x: type(x).from_config(x.get_config()) if isinstance(x, keras.Metric) else x,
-            arguments[name],
-        )
+        arguments[name] = keras.tree.map_structure(_copied_metric, arguments[name])
     model.compile(**arguments)
     for name in ("run_eagerly", "jit_compile", "steps_per_execution"):
         if getattr(model, name) != getattr(other, name):  # set since it was compiled
             setattr(model, name, getattr(other, name))
 
 
-def wrap_compile(model: Any, level: EffectiveLevel) -> None:
+def _copied_metric(metric: Any) -> Any:
+    if not isinstance(metric, keras.Metric):
+        return metric  # a name or a function
+    return type(metric).from_config(metric.get_config())
+
+
+def wrap_compile(model: Model, level: EffectiveLevel) -> None:
     """Makes `model.compile` wrap its optimizer for the level, as `prepare` does.
 
     `compile(..., auto_scale_loss=False)` uses the optimizer as it is.
@@ -308,16 +338,16 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
     if level.optimizer_rule is None and level.level != "O3":
         return
 
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def around(original: Method, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         if not kwargs.get("auto_scale_loss", True):
             return
         optimizer = model.optimizer
         if optimizer is not None:
-            own = with_needed_masters(level, optimizer)
-            if own.optimizer_rule is not None:
-                give_optimizer(model, wrapped(optimizer, own))
-            warn_of_slots(model.optimizer, own)
-        warn_of_own_optimizers(model, level)
+            its_level = with_needed_masters(level, optimizer)
+            if its_level.optimizer_rule is not None:
+                give_optimizer(model, wrapped(optimizer, its_level))
+            warn_of_slots(model.optimizer, its_level)
+        warn_of_held_optimizers(model, level)
 
     wrap_method(model, "compile", around)
