@@ -1,7 +1,7 @@
 """`compare`: float32 against mixed precision, layer by layer.
 
-The model itself runs, not a clone: only its policies are replaced during a run. Every run starts
-from the same values of all variables, seeds included.
+The model itself runs, not a clone: only its policies are replaced during a run. Every run
+starts from the same values of all variables, seeds included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tfamp.reports.tables import table_lines
 
 # Raised by a layer that cannot run in the low dtype on float32 inputs.
 _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
-# A container's own error is not explained by its sublayers if it is so many times their largest.
+# A container's own error is not explained by its sublayers if it is so many times their
+# largest.
 _OWN_FACTOR = 2.0
 # Each tried list is a run of the model.
 _MOST_RUNS = 200
@@ -51,10 +52,10 @@ class ComparisonRow:
         kind: Class of the layer.
         dtype: The dtype it computes in, in the mixed run.
         relative_error: Largest difference of its outputs between the mixed and the float32 run,
-            over their largest float32 magnitude. It includes the errors of all layers before; inf
-            if a value is not finite but is in float32.
-        own_error: The same with this layer alone in the low dtype, on float32 inputs; None if it
-            computes in float32 or cannot run on these.
+            over their largest float32 magnitude. It includes the errors of all layers before;
+            inf if a value is not finite but is in float32.
+        own_error: The same with this layer alone in the low dtype, on float32 inputs; None if
+            it computes in float32 or cannot run on these.
         max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
@@ -92,10 +93,11 @@ class Comparison:
         rows: Its layers, in the order in which their calls ended.
         output_error: Relative error of the outputs in mixed precision.
         bound: The given bound, or None.
-        keep_float32: The shortest list found of layers to keep in float32, with their sublayers,
-            that brings the output error under the bound. Empty if it is under the bound already or
-            no bound was given; None if no list brings it there.
-        proved_error: The output error of a run with these layers in float32; None without a list.
+        keep_float32: The shortest list found of layers to keep in float32, with their
+            sublayers, that brings the output error under the bound. Empty if it is under the
+            bound already or no bound was given; None if no list brings it there.
+        proved_error: The output error of a run with these layers in float32; None without a
+            list.
         noise: Relative error of a second run in float32: 0 unless the model is random. Errors
             below it mean nothing.
 
@@ -184,12 +186,14 @@ def _number(value: float) -> str:
 def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None) -> Comparison:
     """Compares float32 with mixed precision, and finds the layers to keep in float32.
 
-    A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that compute
-    in float16 or bfloat16 already do so in `dtype`; in a float32 model, all do except those that a
-    `tfamp.Policy` keeps float32. Weights, policies, moving statistics and seeds are restored.
+    A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that
+    compute in float16 or bfloat16 already do so in `dtype`; in a float32 model, all do except
+    those that a `tfamp.Policy` keeps float32. Weights, policies, moving statistics and seeds
+    are restored.
 
-    With a bound, layers are kept in float32 in the order of their own errors until the output error
-    is under the bound; then each that is not needed is removed again. The returned list was run.
+    With a bound, layers are kept in float32 in the order of their own errors until the output
+    error is under the bound; then each that is not needed is removed again. The returned list
+    was run.
 
     Args:
         model: A Keras model or layer.
@@ -203,7 +207,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
 
     Raises:
         TypeError: `model` is not a model or a layer, or the bound is not a number.
-        ValueError: The dtype is wrong, the bound is negative, or no output is finite in float32.
+        ValueError: The dtype is wrong, the bound is negative, or no output is finite in
+            float32.
 
     Example:
         >>> dense = keras.layers.Dense
@@ -427,9 +432,9 @@ def search_list(
 ) -> Found:
     """Searches for a short list of names to keep in float32 whose error is at most a bound.
 
-    Twice as many suspects are kept each time until the error is low enough; then each that is not
-    needed is removed again. The list is minimal: without any one of its names the error is too
-    large, unless the number of runs ended the search. A last run with the list proves it.
+    Twice as many suspects are kept each time until the error is low enough; then each that is
+    not needed is removed again. The list is minimal: without any one of its names the error is
+    too large, unless the number of runs ended the search. A last run with the list proves it.
     """
     errors: dict[frozenset[str], float] = {}
 

@@ -44,17 +44,17 @@ class DeviceReport:
     """Native dtypes of a machine, its policy "auto" and its profile; `tfamp doctor` prints them.
 
     Attributes:
-        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
-            versions TensorFlow was built for, if it was.
+        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" ->
+            the versions TensorFlow was built for, if it was.
         hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
         policy: The policy that "auto" resolves to.
         reason: The reason for that policy.
         profile: Speeds of the machine in each dtype, from which a rewrite estimates costs.
-        profile_source: Source of the profile, for people: the built-in table, a file, the cache, or
-            a new measurement.
+        profile_source: Source of the profile, for people: the built-in table, a file, the
+            cache, or a new measurement.
         problems: Settings with which parts of tfamp do not work.
-        known_issues: Versions, settings and devices that are known to fail or to be slow; each a
-            `KnownIssue` with reason, advice and source.
+        known_issues: Versions, settings and devices that are known to fail or to be slow; each
+            a `KnownIssue` with reason, advice and source.
 
     Example:
         >>> report = device_report()
@@ -212,9 +212,10 @@ class Environment:
         nvidia_driver: Whether a driver for NVIDIA GPUs is installed.
         tensor_float_32: Whether float32 matmuls may use TensorFloat-32.
         nhwc_batch_norm: Whether cuDNN may normalize NHWC tensors in training as they are.
-        speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by the
-            machine profile; None if that policy is float32.
-        inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such dtypes.
+        speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by
+            the machine profile; None if that policy is float32.
+        inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such
+            dtypes.
     """
 
     hardware: hardware.Hardware
@@ -289,8 +290,8 @@ def _without_machine_code(e: Environment) -> str | None:
     return None
 
 
-# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new issue
-# needs a source and a test case.
+# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new
+# issue needs a source and a test case.
 RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     "gpu-not-seen": (
         lambda e: (

@@ -1,7 +1,7 @@
 """Runs a Keras model in another compute dtype, and observes the calls of its layers.
 
-Nothing is cloned, so that subclassed models work too: the model keeps its variables, and gets its
-policies back at the end of a run.
+Nothing is cloned, so that subclassed models work too: the model keeps its variables, and gets
+its policies back at the end of a run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def low_dtype_of(model: Any) -> str | None:
 def computing_in(model: Any, dtype: str | None) -> Iterator[None]:
     """Makes a model compute in a dtype, with the variables it has, until the block ends.
 
-    With "float32" all low-precision layers compute in float32. With a low dtype, the layers that
-    already are in low precision compute in that dtype; if the model has none, those that a mixed
-    `tfamp.Policy` would convert: all but BatchNormalization and the output layers.
+    With "float32" all low-precision layers compute in float32. With a low dtype, the layers
+    that already are in low precision compute in that dtype; if the model has none, those that a
+    mixed `tfamp.Policy` would convert: all but BatchNormalization and the output layers.
 
-    Quantized layers stay quantized, and are left out where their quantization does not support the
-    dtype. Policies are restored at the end, also after an exception. The model itself changes, so
-    other threads must not call it meanwhile.
+    Quantized layers stay quantized, and are left out where their quantization does not support
+    the dtype. Policies are restored at the end, also after an exception. The model itself
+    changes, so other threads must not call it meanwhile.
     """
     with with_policies(policies_in(model, dtype)), contextlib.ExitStack() as undo:
         for layer in filter(casts_unprepared, layers_of(model)):

@@ -36,8 +36,8 @@ _MOST_REMEMBERED = 100_000
 _HEADS = ("gradients of", "zeros", "<2^-24", "<2^-14", ">65504", "unscaled <2^-24", "unscaled size")
 _MOST_ROWS = 12
 
-# Called with gradients, variables, the divisor that the gradients still have to be divided by, and
-# whether all are finite; None where the optimizer does not skip steps.
+# Called with gradients, variables, the divisor that the gradients still have to be divided by,
+# and whether all are finite; None where the optimizer does not skip steps.
 Observer: TypeAlias = Callable[[list[Any], list[Any], Any, Any], None]
 
 
@@ -45,8 +45,9 @@ class NumericsMonitor(keras.callbacks.Callback):
     """Records loss scale, skipped steps and gradient magnitudes; shows if float16's range suffices.
 
     As a callback of `model.fit` it observes the gradients that the optimizer applies, with any
-    Keras optimizer, also under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
-    steps per execution. In a custom loop call `record` in the step and `advance` after it.
+    Keras optimizer, also under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and
+    several steps per execution. In a custom loop call `record` in the step and `advance` after
+    it.
 
     Every `every` steps the gradients of one step are counted by binary exponent, on the device.
     Between records the host does not wait for the device, except to read one number every
@@ -55,23 +56,24 @@ class NumericsMonitor(keras.callbacks.Callback):
     `history` is a list with one dict per record:
 
     - "step": the step whose gradients were counted, from 1. "loss_scale": its loss scale, 1.0
-      without. "suggested_scale": the power of two that would have put the most gradient values in
-      float16's normal range and none over 65504; None if all are zero.
+      without. "suggested_scale": the power of two that would have put the most gradient values
+      in float16's normal range and none over 65504; None if all are zero.
     - "skipped_steps", "consecutive_skipped_steps": their numbers when the record was made.
-      "skipped": the steps skipped since the last record. "loss_scales": pairs of a step since the
-      last record and the loss scale from this step on.
+      "skipped": the steps skipped since the last record. "loss_scales": pairs of a step since
+      the last record and the loss scale from this step on.
     - "first_nonfinite": the first variable with an inf or NaN in its gradient, or None.
     - "variables": for each variable, "exponents" (e -> number of gradient values with
-      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros" (share
-      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of the nonzero
-      values "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward
-      pass. "unscaled" has the same three without it. Values that float16 flushed are zeros.
+      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros"
+      (share of them), "nonfinite" (number), "largest" (without loss scale), and as shares of
+      the nonzero values "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in
+      the backward pass. "unscaled" has the same three without it. Values that float16 flushed
+      are zeros.
     - "gradients": the same for all variables together.
 
-    In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
-    and from the last record "suggested_scale" and the shares "gradients_under_2**-14" and
-    "gradients_over_65504", NaN before the first: `History`, `CSVLogger`, `TensorBoard` and others
-    record them. A metric of one of these names takes precedence.
+    In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its
+    end, and from the last record "suggested_scale" and the shares "gradients_under_2**-14" and
+    "gradients_over_65504", NaN before the first: `History`, `CSVLogger`, `TensorBoard` and
+    others record them. A metric of one of these names takes precedence.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -84,7 +86,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             steps in a row; None never stops it.
 
     Raises:
-        ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a directory.
+        ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a
+            directory.
         TypeError: One of them is not an integer.
         OSError: The folder of `jsonl` cannot be created.
         tf.errors.OpError: No event file can be created in the folder `tensorboard`.
@@ -185,26 +188,26 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         """Observes the gradients of one step of a custom loop, before they are applied.
 
-        Call it once a step, in eager mode or in a `tf.function`, also in `strategy.run`, and call
-        `advance` from plain Python after each step; in eager mode `record` calls it.
+        Call it once a step, in eager mode or in a `tf.function`, also in `strategy.run`, and
+        call `advance` from plain Python after each step; in eager mode `record` calls it.
 
         Args:
-            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
-                or, without `variables`, pairs of gradient and variable.
+            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns
+                them; or, without `variables`, pairs of gradient and variable.
             variables: The variables they belong to, in the same order.
             optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
-                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
-                the only loss scale is `loss_scale`.
+                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer.
+                None: the only loss scale is `loss_scale`.
             loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
             unscaled: Whether the gradients have been divided by the loss scale already.
-            finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.
-                Needed only if the optimizer does not count skipped steps itself, as a
+            finite: Whether this step is applied, scalar bool, such as `GradScaler.step`
+                returns. Needed only if the optimizer does not count skipped steps itself, as a
                 `tfamp.LossScaleOptimizer` does; None: it is applied.
             step: Number of this step, from 1, scalar. None: one more than the last.
 
         Raises:
-            ValueError: The gradients do not fit the variables, or the variables differ from those
-                of the first call.
+            ValueError: The gradients do not fit the variables, or the variables differ from
+                those of the first call.
             TypeError: A gradient is not a float tensor, or `optimizer` is of another class.
         """
         if variables is None:
@@ -284,8 +287,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             before, faulty = statistics.own_skips(finite), tf.logical_not(finite)
         else:
             before, in_a_row = skips()
-            # Whether this step will be skipped is not known yet: the gradients of a step after a
-            # skipped one are sampled.
+            # Whether this step will be skipped is not known yet: the gradients of a step after
+            # a skipped one are sampled.
             faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
             if finite is None and self.max_consecutive_skips == 1:
                 faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
@@ -412,8 +415,8 @@ def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
                 # Like tf.summary.scalar, which needs the package tensorboard.
                 _write("scalars", 1, name, np.float32(value))
         for name, described in record["variables"].items():
-            # tf.summary.histogram computes its own bins from values; these are bins already: left
-            # edge, right edge, number.
+            # tf.summary.histogram computes its own bins from values; these are bins already:
+            # left edge, right edge, number.
             if counts := described["exponents"]:
                 exponents = range(min(counts), max(counts) + 1)
                 bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
@@ -436,8 +439,8 @@ class Scaling:
 
     Attributes:
         scale: Returns the scale as a tensor or number.
-        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None if the
-            optimizer does not count them.
+        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None if
+            the optimizer does not count them.
         steps: Returns the number of steps taken so far, including skipped ones.
     """
 
@@ -451,8 +454,8 @@ def scaling_of(optimizer: Any) -> Scaling:
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
-            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales like its optimizer, or
-            None for no scaling.
+            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales like its optimizer,
+            or None for no scaling.
 
     Raises:
         TypeError: It is of another class.

@@ -1,10 +1,11 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-The step is traced. Data, loss scale and variables are checked first, then it runs in its low dtype
-and in float32, and all float tensors are observed. A tensor is *bad* if it has an infinity or a
-NaN. The report names the first op on the way to a bad result that made a bad tensor from finite
-inputs. An infinite constant alone is not a fault: masks are made of these, and softmax returns
-finite values for them. It is the cause if it leads to a NaN or to a bad result.
+The step is traced. Data, loss scale and variables are checked first, then it runs in its low
+dtype and in float32, and all float tensors are observed. A tensor is *bad* if it has an
+infinity or a NaN. The report names the first op on the way to a bad result that made a bad
+tensor from finite inputs. An infinite constant alone is not a fault: masks are made of these,
+and softmax returns finite values for them. It is the cause if it leads to a NaN or to a bad
+result.
 """
 
 from __future__ import annotations
@@ -67,39 +68,41 @@ def find_nonfinite(
 ) -> NonFiniteReport | None:
     """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
-    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run twice,
-    in mixed precision and in float32, with the same weights, data and random numbers, and every
-    float tensor is observed: forward pass, loss, gradients, the bodies of loops. This takes
-    seconds, so give it one batch.
+    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run
+    twice, in mixed precision and in float32, with the same weights, data and random numbers,
+    and every float tensor is observed: forward pass, loss, gradients, the bodies of loops. This
+    takes seconds, so give it one batch.
 
-    Weights, optimizer, seeds, moving statistics and policies are restored, also after an exception.
-    Side effects of a Python function on Python objects during tracing are not undone, an iterator
-    that it reads advances, and other threads must not call the model meanwhile.
+    Weights, optimizer, seeds, moving statistics and policies are restored, also after an
+    exception. Side effects of a Python function on Python objects during tracing are not
+    undone, an iterator that it reads advances, and other threads must not call the model
+    meanwhile.
 
-    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic loss
-    scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
+    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic
+    loss scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
 
     Args:
         model_or_fn: A Keras model under any policy; or a function, a `tf.function`, or what
             `tfamp.rewrite` returned: a forward pass, or a whole training step with its tape,
             autocast and optimizer inside. Called as `fn(x)`, or `fn(x, y)`.
-        x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
-            becomes the arguments of a function that takes as many; leave it out for none.
+        x: One batch: arrays or tensors in the structure that the model or function takes. A
+            tuple becomes the arguments of a function that takes as many; leave it out for none.
         y: Targets of the batch, if any.
-        loss: The name of a Keras loss, a loss object, or a function of targets and outputs. None is
-            the loss that the model is compiled with, or its class's own `train_step`. With a loss,
-            a function is a forward pass `fn(x)`, and gradients are taken with respect to the
-            variables it uses.
-        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as under
-            that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its own.
+        loss: The name of a Keras loss, a loss object, or a function of targets and outputs.
+            None is the loss that the model is compiled with, or its class's own `train_step`.
+            With a loss, a function is a forward pass `fn(x)`, and gradients are taken with
+            respect to the variables it uses.
+        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as
+            under that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its
+            own.
 
     Returns:
-        The report; None if everything is finite. The loss is scaled if the model is compiled with
-        an optimizer that scales it, or if the function scales it.
+        The report; None if everything is finite. The loss is scaled if the model is compiled
+        with an optimizer that scales it, or if the function scales it.
 
     Raises:
-        TypeError: `model_or_fn` cannot be called or needs an `x`, which is missing; `x` is a data
-            set; or `loss` is not a loss.
+        TypeError: `model_or_fn` cannot be called or needs an `x`, which is missing; `x` is a
+            data set; or `loss` is not a loss.
         ValueError: The dtype is unknown; there are targets, but no loss; or a model's batch is
             empty.
 
@@ -366,7 +369,8 @@ _States: TypeAlias = dict[TensorKey, int]
 def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     """Finds the first op whose result is not finite although its inputs are.
 
-    If a result is bad, only ops that led to it count. Otherwise only faults count, see `is_fault`.
+    If a result is bad, only ops that led to it count. Otherwise only faults count, see
+    `is_fault`.
     """
     bad_results = [key[:2] for key in results if runs.low[key].is_bad]
     for excuse_constants in (True, False) if bad_results else (True,):
@@ -440,9 +444,9 @@ class _Walk:
     def is_fault(self, place: Place) -> bool:
         """Whether a bad value is a fault although all results are finite.
 
-        It is if it, or a value inside a call, is bad in low precision only or overflowed, like an
-        infinite variance that makes a normalization return zeros. Divisions by zero and logarithms
-        of zero are often masked on purpose.
+        It is if it, or a value inside a call, is bad in low precision only or overflowed, like
+        an infinite variance that makes a normalization return zeros. Divisions by zero and
+        logarithms of zero are often masked on purpose.
         """
         inside = self._nodes.scopes_in(place)
         return any(

@@ -104,12 +104,12 @@ class NonFiniteReport:
         stage: "input", "weights", "forward", "loss", "backward" or "loss_scale".
         layer: Path of the layer; for raw ops their name scope; None without either.
         op: Type of the op, such as "Exp".
-        variable: The variable that is not finite or does not fit the dtype; for backward the one
-            whose gradient is not finite; else one that the op reads, or None.
-        kind: "overflow": the value exceeds the dtype's range. "underflow": a value that is nonzero
-            in float32 became zero, and then was a divisor or the argument of a logarithm.
-            "invalid": a NaN that float32 does not have, for another reason. "also_in_float32":
-            float32 has it too.
+        variable: The variable that is not finite or does not fit the dtype; for backward the
+            one whose gradient is not finite; else one that the op reads, or None.
+        kind: "overflow": the value exceeds the dtype's range. "underflow": a value that is
+            nonzero in float32 became zero, and then was a divisor or the argument of a
+            logarithm. "invalid": a NaN that float32 does not have, for another reason.
+            "also_in_float32": float32 has it too.
         ranges: "inputs" and "outputs" of the op, and the same in float32: "float32_inputs", and
             "float32" for the outputs.
         fix: What to change.

@@ -58,9 +58,9 @@ class Step:
     def layer_of(self, path: Path) -> Any:
         """Returns the innermost layer around an op; None if it is in none.
 
-        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite, are
-        named after marked ops: such an op is in the layer of these that share its name, or, if they
-        are of several layers, the next shorter part of it.
+        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite,
+        are named after marked ops: such an op is in the layer of these that share its name, or,
+        if they are of several layers, the next shorter part of it.
         """
         marks: dict[Place, int] = {}
         by_name: dict[str, set[int]] = defaultdict(set)
@@ -108,8 +108,8 @@ def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -
 def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
-    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, like
-    the steps of `fit`.
+    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten,
+    like the steps of `fit`.
     """
     compute_loss = _loss_of_model(model, y, loss)
     optimizer = getattr(model, "optimizer", None)
@@ -193,7 +193,8 @@ def _with_loss(
 ) -> Callable[..., Any]:
     """Returns a step: arguments of the forward pass and targets -> results and gradients.
 
-    The gradients are with respect to `trained`; None is all variables that the forward pass uses.
+    The gradients are with respect to `trained`; None is all variables that the forward pass
+    uses.
     """
 
     def step(*given: Any) -> tuple[list[Any], Any]:

@@ -25,21 +25,21 @@ _STEP_ARGUMENTS = (2, 3)
 def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> dict[str, dict[str, int]]:
     """Counts the ops of a function, by op type and dtype.
 
-    The function is traced, not run: no variable changes, but variables that a first call creates,
-    of a layer or an optimizer, are created. Ops inside loops, branches and nested functions count
-    too: the body of a loop and every branch once, and a function once for each call. Arguments,
-    constants, identities and the calls themselves are left out.
+    The function is traced, not run: no variable changes, but variables that a first call
+    creates, of a layer or an optimizer, are created. Ops inside loops, branches and nested
+    functions count too: the body of a loop and every branch once, and a function once for each
+    call. Arguments, constants, identities and the calls themselves are left out.
 
     An op counts for the dtype of its first float output; without one, as in a comparison or an
-    assignment, of its first float input, then of its first tensor. A Cast therefore counts for its
-    result's dtype. This corresponds to Paddle's operator statistics.
+    assignment, of its first float input, then of its first tensor. A Cast therefore counts for
+    its result's dtype. This corresponds to Paddle's operator statistics.
 
     Args:
         fn: What to count: a Python function or `tf.function`, also one that holds a tape and an
-            optimizer; a concrete function, which needs no arguments; what `tfamp.rewrite` returns;
-            a Keras layer or model. A compiled model with `x` and `y`, and perhaps sample weights,
-            as its only arguments stands for its train step, on all replicas; any other call of a
-            model for its forward pass.
+            optimizer; a concrete function, which needs no arguments; what `tfamp.rewrite`
+            returns; a Keras layer or model. A compiled model with `x` and `y`, and perhaps
+            sample weights, as its only arguments stands for its train step, on all replicas;
+            any other call of a model for its forward pass.
         *args: Arguments of a call: tensors, arrays or `tf.TensorSpec`s.
         **kwargs: The same by name.
 
@@ -82,7 +82,8 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         build_optimizer(fn)  # Outside the trace, which would leave it half built.
         run = functools.partial(fn.distribute_strategy.run, fn.train_step)
         return tf.function(lambda *data: run(args=(data,))).get_concrete_function(*args)
-    # A bound method would be traced once and its trace kept; a new function is dropped at the end.
+    # A bound method would be traced once and its trace kept; a new function is dropped at the
+    # end.
     return tf.function(lambda *a, **k: fn(*a, **k)).get_concrete_function(*args, **kwargs)
 
 

@@ -100,9 +100,9 @@ def plot_loss_scale(history: Any) -> Figure:
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     """Draws the magnitudes of gradients against the ranges of float16.
 
-    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges in
-    which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title
-    has the share of zeros.
+    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges
+    in which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The
+    title has the share of zeros.
 
     Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 

@@ -1,6 +1,7 @@
 """Counts gradient values by binary exponent on the device; reads them as histograms and records.
 
-The counts stay on the device until a record is made, so that the host need not wait for each step.
+The counts stay on the device until a record is made, so that the host need not wait for each
+step.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SUBNORMAL, NORMAL, LARGEST = -24, -14, 15
 FLOAT16_MAX = 65504.0
 SHARES = ("under_2**-24", "under_2**-14", "over_65504")
 
-# Columns of counts: one for each biased exponent of float32; then NaNs, values over either bound,
-# and the bits of the largest finite value.
+# Columns of counts: one for each biased exponent of float32; then NaNs, values over either
+# bound, and the bits of the largest finite value.
 EXPONENTS, MANTISSA_BITS = 256, 23
 _BIAS = 127
 _APART_BITS = 6
@@ -72,16 +73,16 @@ class SampledCounts:
 class StepStatistics:
     """Counts steps, keeps their loss scales, and samples the gradients of every `every`-th step.
 
-    The loss scales of the last `remembered` steps are kept. `start` is the number of steps taken
-    before, `skipped` the number of skipped ones among them.
+    The loss scales of the last `remembered` steps are kept. `start` is the number of steps
+    taken before, `skipped` the number of skipped ones among them.
     """
 
     def __init__(self, every: int, remembered: int, start: int, skipped: int) -> None:
         self._every = every
         self._remembered = remembered
         self._step = _local_variable(np.int64(start))
-        # Loss scale of each step, and the number of steps skipped before it. One variable, as it is
-        # written at every step.
+        # Loss scale of each step, and the number of steps skipped before it. One variable, as
+        # it is written at every step.
         self._past = _local_variable(np.zeros((remembered, 2)))
         # For optimizers that do not count skipped steps.
         self._skipped = _local_variable(np.int64(skipped))
@@ -120,8 +121,8 @@ class StepStatistics:
     ) -> None:
         """Counts a step, and samples its gradients if it is due or `faulty` (not all finite).
 
-        Nothing here waits for the device. The gradients still have to be divided by `divisor`. All
-        keyword arguments are scalars.
+        Nothing here waits for the device. The gradients still have to be divided by `divisor`.
+        All keyword arguments are scalars.
         """
         if not self.samples:
             outside_the_graph(lambda: self._make_room(variables))
@@ -174,9 +175,9 @@ class StepStatistics:
 def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
     """Counts the values of tensors by binary exponent, and those over two bounds, float32 scalars.
 
-    Only the values of `tf.IndexedSlices` count, and None has none. The exponent is read from the
-    bits. XLA can compile it. Values below float32's normal range, 2**-126, count as zero, as most
-    ops of TensorFlow flush them.
+    Only the values of `tf.IndexedSlices` count, and None has none. The exponent is read from
+    the bits. XLA can compile it. Values below float32's normal range, 2**-126, count as zero,
+    as most ops of TensorFlow flush them.
 
     Returns:
         A row of int64 columns for each tensor, which `histogram` reads.
@@ -256,8 +257,8 @@ def only_if(wanted: Any, work: Callable[[], None]) -> None:
     The work is traced again at each call: each replica of a strategy has its own variables.
     """
     if not tf.executing_eagerly():
-        # One node in the branch: otherwise TensorFlow would lower the branch into the graph around
-        # it, and propagate a dead tensor to each of its nodes at every step.
+        # One node in the branch: otherwise TensorFlow would lower the branch into the graph
+        # around it, and propagate a dead tensor to each of its nodes at every step.
         work = tf.function(work, autograph=False, experimental_attributes={"_noinline": True})
 
     def branch() -> None:
@@ -290,9 +291,9 @@ def _replicas(variable: Any) -> list[np.ndarray]:
 class ExponentHistogram:
     """Numbers of a tensor's values by binary exponent.
 
-    For each exponent e the number of finite values with 2**e <= |value| < 2**(e + 1); numbers of
-    zeros, infs of either sign, NaNs, and values over 65504, infs included. `largest` is the largest
-    finite absolute value, or 0.
+    For each exponent e the number of finite values with 2**e <= |value| < 2**(e + 1); numbers
+    of zeros, infs of either sign, NaNs, and values over 65504, infs included. `largest` is the
+    largest finite absolute value, or 0.
     """
 
     counts: Mapping[int, int] = field(default_factory=dict)
@@ -354,7 +355,8 @@ def suggested_scale(unscaled: ExponentHistogram) -> float | None:
     """Returns the loss scale with the most values of unscaled gradients in float16's normal range.
 
     It is a power of two with which no value exceeds 65504; of several with as many values of
-    2**-14 or more the one in the middle, with equal margins. None without a finite nonzero value.
+    2**-14 or more the one in the middle, with equal margins. None without a finite nonzero
+    value.
     """
     if not unscaled.counts or not unscaled.largest:
         return None
@@ -373,7 +375,8 @@ def suggested_scale(unscaled: ExponentHistogram) -> float | None:
 def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHistogram, int]:
     """Returns the histogram of values divided by `scale`, and the number over the second bound.
 
-    `rows` are the counts of each replica. Other scales than powers of two are rounded down to one.
+    `rows` are the counts of each replica. Other scales than powers of two are rounded down to
+    one.
     """
     columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
     counts = {i - _BIAS: n for i, n in enumerate(columns[:EXPONENTS]) if n}
@@ -394,8 +397,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Returns the record of a sample of gradients, as `NumericsMonitor` describes it.
 
-    `names` are the variables', in the sample's order; `past` has the steps since the last record,
-    `skips` the numbers of skipped steps, in all and in a row.
+    `names` are the variables', in the sample's order; `past` has the steps since the last
+    record, `skips` the numbers of skipped steps, in all and in a row.
     """
     # A scale that is not a power of two is rounded down to one.
     exponent = math.frexp(sample.loss_scale)[1] - 1

@@ -26,29 +26,30 @@ from tfamp.planning.ranges import Limits, Ranges, TensorRange
 class Calibration:
     """Data for finding values that are too large for low precision, before a rewrite.
 
-    The function runs in float32 on each element of the data; a few batches that are typical, and
-    some that are extreme, are enough. What exceeds a limit stays float32, and the plan gives the
-    number. A loss scale makes gradients large on purpose: for a train step with one, give a larger
-    `data_max`, such as 2**15, or calibrate with a scale of 1.
+    The function runs in float32 on each element of the data; a few batches that are typical,
+    and some that are extreme, are enough. What exceeds a limit stays float32, and the plan
+    gives the number. A loss scale makes gradients large on purpose: for a train step with one,
+    give a larger `data_max`, such as 2**15, or calibrate with a scale of 1.
 
     Args:
-        data: One element for each call: a tuple of its arguments, a dict of its keyword arguments,
-            or its only argument, such as an array. A `tf.data.Dataset` will do. An iterator is read
-            when the calibration is made, as data may be iterated more than once.
+        data: One element for each call: a tuple of its arguments, a dict of its keyword
+            arguments, or its only argument, such as an array. A `tf.data.Dataset` will do. An
+            iterator is read when the calibration is made, as data may be iterated more than
+            once.
         data_max: Largest magnitude that may be in low precision; None is 512 for float16 and no
             limit for bfloat16. `math.inf` switches it off.
         reduction_depth: Largest number of values that may be added up for a result in low
-            precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16 and
-            256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit in
-            matmuls and convolutions, whose kernels add up in float32.
+            precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16
+            and 256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit
+            in matmuls and convolutions, whose kernels add up in float32.
 
     A warning names the first input that holds NaN: what is computed from it stays float32.
 
     Raises:
         TypeError: The data is a single array or dict, or not an iterable; or a limit is not a
             number.
-        ValueError: The data is endless, or a limit is not positive; empty data is an error when it
-            is read.
+        ValueError: The data is endless, or a limit is not positive; empty data is an error when
+            it is read.
 
     Example:
         >>> calibration = Calibration([([1.0, 2.0],), {"x": [3.0]}], data_max=1000.0)
@@ -95,8 +96,8 @@ class Calibration:
         """Reads a file that `numpy.savez` wrote: one call, with its arrays as keyword arguments.
 
         Args:
-            path: The file. Its arrays have the names of the function's inputs; their first axis is
-                the batch.
+            path: The file. Its arrays have the names of the function's inputs; their first axis
+                is the batch.
             data_max: As for `Calibration`.
             reduction_depth: As for `Calibration`.
 
@@ -181,8 +182,9 @@ def measure(
 ) -> Ranges:
     """Runs a graph on data and returns the range of each float tensor that the outputs need.
 
-    The inputs get the values of one batch after another, then the captures. Variables are as before
-    afterwards; the state of random number generators, tables and iterators is not restored.
+    The inputs get the values of one batch after another, then the captures. Variables are as
+    before afterwards; the state of random number generators, tables and iterators is not
+    restored.
     """
     used = used_part(graph, inputs, outputs)
     observer = Observer(used, observed_scopes(used), inputs, outputs, _range_after)

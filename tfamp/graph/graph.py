@@ -165,14 +165,14 @@ class Graph:
     def inline_calls(self) -> Graph:
         """Replaces calls with the nodes of the called functions, in functions also.
 
-        The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
-        waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
-        recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or one of so
-        many that the graph would grow by more than 100,000 nodes. Kept names remain. Functions no
-        longer called are still in the library. Returns the graph itself.
+        The nodes of function `f` called by node "c" are named "c/...". What must wait for the
+        call waits for "c", a NoOp then. A call stays where inlining would change what it means:
+        it is recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or
+        one of so many that the graph would grow by more than 100,000 nodes. Kept names remain.
+        Functions no longer called are still in the library. Returns the graph itself.
 
-        Raises RewriteError if a call does not fit its function, if it is its own argument, or if
-        functions call each other hundreds deep.
+        Raises RewriteError if a call does not fit its function, if it is its own argument, or
+        if functions call each other hundreds deep.
 
         Example:
             >>> import tensorflow as tf
@@ -189,9 +189,9 @@ class Graph:
     def flatten(self) -> Graph:
         """Inlines calls, and gives every loop and conditional functions of its own.
 
-        Inlining a function twice makes two nodes of each loop in it. TensorFlow names the gradient
-        of a loop's body after the body: there would be two functions of one name. Returns the graph
-        itself.
+        Inlining a function twice makes two nodes of each loop in it. TensorFlow names the
+        gradient of a loop's body after the body: there would be two functions of one name.
+        Returns the graph itself.
         """
         self.inline_calls()
         taken: set[str] = set()

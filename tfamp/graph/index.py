@@ -1,8 +1,8 @@
 """GraphDef -> GraphIndex; with `tfamp.graph.graph` the only reader of protobuf.
 
-Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
-with nothing between them count as one tensor, so that they share one Cast. Indexing compares the
-dtypes of both ends of every edge and raises for an invalid graph.
+Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a
+variable with nothing between them count as one tensor, so that they share one Cast. Indexing
+compares the dtypes of both ends of every edge and raises for an invalid graph.
 """
 
 from __future__ import annotations

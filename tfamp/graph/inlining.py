@@ -26,8 +26,9 @@ from tfamp.planning.structures import node_name, reach
 # Attribute of inlined nodes with a custom gradient: the prefix that their function's nodes got.
 INLINED_INTO = "_tfamp_inlined_into"
 
-# Functions that call one another twice double at every level: a small graph could fill the memory.
-# A call that would add nodes beyond this stays a call. Large models have some ten thousand.
+# Functions that call one another twice double at every level: a small graph could fill the
+# memory. A call that would add nodes beyond this stays a call. Large models have some ten
+# thousand.
 MOST_NEW_NODES = 100_000
 
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")

@@ -1,11 +1,11 @@
 """Runs a graph, also in another dtype, and records every value of its float tensors.
 
 An op behind each tensor, in loops, branches and functions too, passes it to Python. In a scope
-these ops run one after another, in the order of the graph, and loops run one iteration at a time,
-so that the n-th execution is the n-th iteration.
+these ops run one after another, in the order of the graph, and loops run one iteration at a
+time, so that the n-th execution is the n-th iteration.
 
-The graph in another dtype is the same node for node, so that values can be compared. Low variables
-and random numbers keep their dtypes; Casts connect them to the rest.
+The graph in another dtype is the same node for node, so that values can be compared. Low
+variables and random numbers keep their dtypes; Casts connect them to the rest.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def put_back(held: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _own_copy(value: Any) -> Any:
-    # A variable that shares its buffer with a tensor is copied by the next write, which takes time.
+    # A variable that shares its buffer with a tensor is copied by the next write, which takes
+    # time.
     return tf.raw_ops.DeepCopy(x=value)
 
 

@@ -50,7 +50,8 @@ class OpSignature(NamedTuple):
         allowed: For each type attribute, lists of types included, the dtypes it may be; None
             stands for any.
         lists: The type attributes that are lists.
-        defaults: Default values of attributes a node may leave out: a dtype, a tuple or a number.
+        defaults: Default values of attributes a node may leave out: a dtype, a tuple or a
+            number.
         numbers: Attributes that hold the number of tensors of an argument.
         deciding: The type attributes and these.
         uses_references: Whether an argument is a reference to a variable's memory.
@@ -140,9 +141,9 @@ def writes_variable(op: str) -> bool:
 
 
 # Options that registered kernels refuse at run time. A CPU's float16 kernels of these ops are
-# TensorFlow's own; its float32 and bfloat16 kernels are oneDNN's, which support all options. The
-# former do not support dilation. Conv2D's kernel does, but its gradients, which TensorFlow adds in
-# the dtype of the op, do not.
+# TensorFlow's own; its float32 and bfloat16 kernels are oneDNN's, which support all options.
+# The former do not support dilation. Conv2D's kernel does, but its gradients, which TensorFlow
+# adds in the dtype of the op, do not.
 _NOT_DILATED = op_types("""
     Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2
     Conv3DBackpropInputV2 DepthwiseConv2dNative

@@ -56,25 +56,26 @@ def rewrite_graph_def(
     Args:
         graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
         fetches: Tensors ("dense/Relu:0") or operations that are used; they keep their dtypes.
-        feeds: Tensors that are given a value; they keep their dtypes, as placeholders do anyway.
+        feeds: Tensors that are given a value; they keep their dtypes, as placeholders do
+            anyway.
         dtype: "float16" or "bfloat16".
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
-            branches, loops and other functions have the name of their caller in front too, as in
-            "gate/cond/MatMul".
+        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes
+            of branches, loops and other functions have the name of their caller in front too,
+            as in "gate/cond/MatMul".
         force_low: The same: these are converted wherever the op has a kernel for it.
-        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by the
-            times that `profile` gives for the shapes in the graph, which
-            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut gains
-            almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA
-            compiles the arithmetic between products and convolutions; the plan has the nodes as
-            they were before.
-        device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
-            for this machine's. A node without a kernel there stays float32. "gpu" needs a
-            TensorFlow that has kernels for GPUs, not a GPU.
-        profile: How fast the machine is in each dtype; None for built-in figures, which depend on
-            the kind of device and on what it multiplies natively. No profile is measured or read
-            here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
+        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by
+            the times that `profile` gives for the shapes in the graph, which
+            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut
+            gains almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and
+            XLA compiles the arithmetic between products and convolutions; the plan has the
+            nodes as they were before.
+        device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or
+            "auto" for this machine's. A node without a kernel there stays float32. "gpu" needs
+            a TensorFlow that has kernels for GPUs, not a GPU.
+        profile: How fast the machine is in each dtype; None for built-in figures, which depend
+            on the kind of device and on what it multiplies natively. No profile is measured or
+            read here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -184,9 +185,9 @@ def _on_cpus(options: RewriteOptions) -> bool:
 
 
 _FILTER_GRADIENTS = structures.op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
-# All passes, in the order in which they run. The first ones are equivalence-preserving and make a
-# graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
-# have XLA compile them.
+# All passes, in the order in which they run. The first ones are equivalence-preserving and make
+# a graph faster; then it is indexed, decided and converted. The others make low ops more
+# accurate, or have XLA compile them.
 PASSES = (
     Pass("loop_sums", structures.LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
@@ -294,8 +295,8 @@ def _nothing_converted(decision: Decision) -> str:
 def apply_plan(graph: Graph, plan: structures.RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
-    Nodes keep their names and their order; Casts come behind them. Functions keep their names and
-    the names of their arguments and results.
+    Nodes keep their names and their order; Casts come behind them. Functions keep their names
+    and the names of their arguments and results.
     """
     for retype in plan.retypes:
         _retype(graph.body(retype.scope), retype, tf_private.dtype_number(plan.dtype))
@@ -328,8 +329,8 @@ def verify_rewrite(
 ) -> None:
     """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
-    Every node is there under its name and has the dtypes that were decided, a Cast is where they
-    differ, and nothing else is new; else a RewriteError.
+    Every node is there under its name and has the dtypes that were decided, a Cast is where
+    they differ, and nothing else is new; else a RewriteError.
     """
     for painted in scopes:
         index, low, scope = painted.index, painted.low, painted.index.scope

@@ -1,8 +1,9 @@
 """The user's cache of choices that `tune` has measured: one file per program and machine.
 
-The name of a file is a hash of the program, the versions, the hardware and the arguments of `tune`.
-The program is a graph or, without a trace of seconds, the configuration of a Keras model. In the
-file are times and errors of the candidates. Nothing else of the program is stored.
+The name of a file is a hash of the program, the versions, the hardware and the arguments of
+`tune`. The program is a graph or, without a trace of seconds, the configuration of a Keras
+model. In the file are times and errors of the candidates. Nothing else of the program is
+stored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
 _FORMAT = 3
 _IGNORED = ("shared_name", "seed", "seed2")  # Attributes that the time of an op does not depend on.
-# Keys of a Keras configuration that have names of layers, and classes that run what is not in it.
+# Keys of a Keras configuration that have names of layers, and classes that run what is not in
+# it.
 _NAMES = {"name", "keras_history", "input_layers", "output_layers"}
 _PACKAGES = ("keras", "keras_hub")  # Their configurations say what their code does.
 _OPAQUE = ("Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper")

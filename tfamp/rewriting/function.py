@@ -49,29 +49,29 @@ def rewrite(
 
     Each trace is rewritten as a whole graph, a train step with its tape and its optimizer. On
     several replicas, rewrite the function that calls `strategy.run`. The result is called like
-    `fn`, from Python, from other `tf.function`s and under a `tf.GradientTape`. Arguments, results
-    and variables keep their dtypes.
+    `fn`, from Python, from other `tf.function`s and under a `tf.GradientTape`. Arguments,
+    results and variables keep their dtypes.
 
     Args:
         fn: A `tf.function`, a concrete function, a Keras model or a Python function, which is
             traced as by `tf.function`. Without it a decorator is returned.
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" for
-            the one this machine multiplies natively. If there is none, the function stays float32,
-            with a `NothingConvertedWarning`.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto"
+            for the one this machine multiplies natively. If there is none, the function stays
+            float32, with a `NothingConvertedWarning`.
         op_lists: Which ops can be converted; None for `OpLists.default(dtype, device)`.
-        keep_float32: Regular expressions, searched for in node names: matching nodes stay float32.
-            Nodes of branches, loops and functions that stay calls are prefixed with the name of
-            their caller, as in "gate/cond/MatMul".
+        keep_float32: Regular expressions, searched for in node names: matching nodes stay
+            float32. Nodes of branches, loops and functions that stay calls are prefixed with
+            the name of their caller, as in "gate/cond/MatMul".
         force_low: Regular expressions too: matching nodes are converted wherever the op has a
             low-precision kernel.
-        calibration: Data to run the float32 function on at its first trace: an iterable of calls,
-            each a tuple of arguments, a dict of keyword arguments or the single argument; or a
-            `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
-            Variables are restored afterwards.
-        placement: "min_cut": the lists decide which ops can be converted, and a minimum cut over
-            estimated times which conversions pay on this machine. "fused": the same, and XLA
-            compiles the elementwise ops between products and convolutions. "lists": the lists
-            alone decide. `tfamp.tune` measures which one is the fastest.
+        calibration: Data to run the float32 function on at its first trace: an iterable of
+            calls, each a tuple of arguments, a dict of keyword arguments or the single
+            argument; or a `tfamp.graph.Calibration`. Nodes with values too large for the dtype
+            stay float32. Variables are restored afterwards.
+        placement: "min_cut": the lists decide which ops can be converted, and a minimum cut
+            over estimated times which conversions pay on this machine. "fused": the same, and
+            XLA compiles the elementwise ops between products and convolutions. "lists": the
+            lists alone decide. `tfamp.tune` measures which one is the fastest.
         profile: Speeds for the minimum cut: a `tfamp.graph.MachineProfile`, "builtin" for fixed
             figures, or None for this machine's, measured once (2 s) and cached; see
             `TFAMP_PROFILE`.
@@ -186,7 +186,8 @@ class RewrittenFunction(SaveableFunction):
         super().__init__(**self._traced.wrapper(self._trace))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
-        # Without it, `inspect` mistakes an object with `__get__` for a builtin without signature.
+        # Without it, `inspect` mistakes an object with `__get__` for a builtin without
+        # signature.
         self.__signature__ = self._traced.signature
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
@@ -228,8 +229,8 @@ class RewrittenFunction(SaveableFunction):
             **kwargs: The same by name.
 
         Raises:
-            RewriteError: The function runs in float32: it could not be rewritten and `on_error` is
-                "keep", or this machine has no faster dtype.
+            RewriteError: The function runs in float32: it could not be rewritten and `on_error`
+                is "keep", or this machine has no faster dtype.
         """
         plan = self._plans.get(self.get_concrete_function(*args, **kwargs).graph)
         if plan is None:

@@ -89,7 +89,8 @@ def ops_of(trace: Any) -> set[str]:
 def random_ops(trace: Any) -> list[tuple[str, int, int]]:
     """Returns the ops of a concrete function with a random state of their own, never restored.
 
-    Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each run.
+    Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each
+    run.
     """
     nodes = Graph(trace.graph.as_graph_def()).nodes
     return sorted(

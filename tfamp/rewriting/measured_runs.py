@@ -36,17 +36,19 @@ from tfamp.rewriting.tune_report import TuneRow, is_within
 
 FUSED = "fused"
 ROUNDS, SECONDS = 10, 10.0
-# Rounds after the first are for candidates within the first factor of the fastest, those after the
-# second within the other one, and later ones for those not slower in three quarters of the rounds.
-# Choices: wide where one run of each is known, and twice the 8 % by which medians vary on a machine
-# that is not idle where two are. With them tune takes about three first calls.
+# Rounds after the first are for candidates within the first factor of the fastest, those after
+# the second within the other one, and later ones for those not slower in three quarters of the
+# rounds. Choices: wide where one run of each is known, and twice the 8 % by which medians vary
+# on a machine that is not idle where two are. With them tune takes about three first calls.
 _FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
-# A candidate may always compile this many seconds longer than float32: short steps compile fast.
+# A candidate may always compile this many seconds longer than float32: short steps compile
+# fast.
 _LEAST_LIMIT = 1.0
-# After so many times float32's first two calls no round begins, unless float32 may be the fastest:
-# all of tune is to take at most three first calls.
+# After so many times float32's first two calls no round begins, unless float32 may be the
+# fastest: all of tune is to take at most three first calls.
 _MOST_STARTS = 2.5
-# Short calls are repeated for this long in each round: a clock and a Python call take microseconds.
+# Short calls are repeated for this long in each round: a clock and a Python call take
+# microseconds.
 _LEAST_SECONDS = 3e-3
 # At most so many, a choice: the state is not restored between them, and a train step moves on.
 _MOST_REPEATS = 30
@@ -99,8 +101,8 @@ class Candidate:
 class Run:
     """A graph while it is measured: its trace, a call, the error and a time for each round.
 
-    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is the
-    time of its trace and its first call in seconds.
+    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is
+    the time of its trace and its first call in seconds.
     """
 
     key: Any

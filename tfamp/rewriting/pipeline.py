@@ -1,14 +1,15 @@
 """Traces a function, converts its graph, and imports that into the function being traced.
 
-call -> trace -> flat graph -> measured ranges -> passes -> decision -> new graph -> current graph
+call -> trace -> flat graph -> measured ranges -> passes -> decision -> new graph -> current
+graph
 
-The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. Two
-kinds of references need repair: functions get new names, and custom gradients use the copies of the
-tensors they capture.
+The nodes become nodes of the current graph, so TensorFlow differentiates them like any others.
+Two kinds of references need repair: functions get new names, and custom gradients use the
+copies of the tensors they capture.
 
-The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in. In a
-graph with copies of the nodes, the closure is traced again when its gradient is needed, with the
-copies substituted for the captured tensors; that trace is converted as well.
+The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in.
+In a graph with copies of the nodes, the closure is traced again when its gradient is needed,
+with the copies substituted for the captured tensors; that trace is converted as well.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class TracedFunction:
     def trace(self, call: FlatCall, *, to_rewrite: bool = False) -> Any:
         """Traces the function for a call with tensors of the current graph.
 
-        Returns the concrete function, from the call's tensors to the result. In a graph to rewrite
-        BatchNormalization layers are the fused op.
+        Returns the concrete function, from the call's tensors to the result. In a graph to
+        rewrite BatchNormalization layers are the fused op.
         """
 
         def flat(*tensors: Any) -> Any:
@@ -217,8 +218,8 @@ def call_converted(
 ) -> tuple[Any, RewritePlan | None]:
     """Calls a function, converted to low precision, in the function that is being traced.
 
-    `counterpart` maps a captured tensor to the one to use instead. Returns the result and the plan,
-    which is None where the options leave the function in float32.
+    `counterpart` maps a captured tensor to the one to use instead. Returns the result and the
+    plan, which is None where the options leave the function in float32.
     """
     # An autocast around the call would cast before the rewrite decides, outputs included.
     with current_modes.set_to(None):
@@ -401,8 +402,8 @@ class _CustomGradient:
     """A gradient function for the copies of one node.
 
     Attributes:
-        node: The node as it was traced: its attributes hold the closure's name, the prefix by which
-            it was inlined, and the dtypes of its outputs.
+        node: The node as it was traced: its attributes hold the closure's name, the prefix by
+            which it was inlined, and the dtypes of its outputs.
         host: The graph with the copies.
         function: Name of the host's function that the node is in; "" for the graph itself.
     """
@@ -414,7 +415,8 @@ class _CustomGradient:
     def __call__(self, op: Any, *gradients: Any) -> list[Any]:
         """Returns a gradient for each input of the op, or None.
 
-        When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
+        When a model is saved, TensorFlow traces it without an op, and only for ops of the
+        graph.
         """
         op = self.host.operation(self.node.name, self.function) if op is None else op
         name = attribute_text(self.node, GRADIENT)
@@ -592,8 +594,8 @@ def _normalize(
 ) -> Any:
     """Computes a float32 BatchNormalization layer by the fused op, where that computes the same.
 
-    Keras computes it in a dozen ops, and most need float32. One op with float32 statistics takes
-    and returns low-precision tensors in the rewritten graph.
+    Keras computes it in a dozen ops, and most need float32. One op with float32 statistics
+    takes and returns low-precision tensors in the rewritten graph.
     """
     if (
         mask is None

@@ -4,8 +4,8 @@ TensorFlow 2 keeps the model in functions that signatures and the object graph r
 TensorFlow 1 in the graph itself. Both also hold ops and functions that save, restore and
 initialise: these are not part of the model and are not changed.
 
-A frozen graph has constants instead of variables, in the low dtype where possible. It is saved in
-TensorFlow 1's way, without objects, so that signatures share their constants.
+A frozen graph has constants instead of variables, in the low dtype where possible. It is saved
+in TensorFlow 1's way, without objects, so that signatures share their constants.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def rewrite_meta_graph(
 def _model_graph(meta_graph: Any, roles: Roles, kept: Iterable[str] = ()) -> Graph:
     """Returns a copy of the graph with only the model's functions, and calls inlined in these.
 
-    Inlining saves Casts between layers. A function that only calls another keeps the call, so that
-    signatures still share functions.
+    Inlining saves Casts between layers. A function that only calls another keeps the call, so
+    that signatures still share functions.
     """
     graph = Graph(meta_graph.graph_def, kept).copy()
     used = (node for node in graph.main.nodes if node.name not in roles.bystanders)
@@ -218,8 +218,8 @@ def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
 def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibration) -> Ranges:
     """Runs each call of a calibration on the signature with inputs of the same names.
 
-    A call is a dict of arrays by input name, or an array for a signature with one input. The values
-    of the variables are from the SavedModel in `src`.
+    A call is a dict of arrays by input name, or an array for a signature with one input. The
+    values of the variables are from the SavedModel in `src`.
 
     Raises:
         SavedModelError: No signature takes such inputs, or the model cannot run here.

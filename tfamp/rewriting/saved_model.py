@@ -48,33 +48,37 @@ def rewrite_saved_model(
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the op lists allow it.
 
-    The new model is used like the old one: signatures, their names, dtypes and shapes, functions,
-    variables, assets and lookup tables are kept; inputs, outputs and variables remain float32.
-    Loading it does not need tfamp. The SavedModel in `src` is not modified, and `dst` appears when
-    it is complete: it is written next to its place and renamed. A replaced SavedModel is first
-    renamed to ".NAME-….old"; a process killed between the two renames leaves it there, complete.
+    The new model is used like the old one: signatures, their names, dtypes and shapes,
+    functions, variables, assets and lookup tables are kept; inputs, outputs and variables
+    remain float32. Loading it does not need tfamp. The SavedModel in `src` is not modified, and
+    `dst` appears when it is complete: it is written next to its place and renamed. A replaced
+    SavedModel is first renamed to ".NAME-….old"; a process killed between the two renames
+    leaves it there, complete.
 
     Args:
-        src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3, or
-            TensorFlow 1.
+        src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3,
+            or TensorFlow 1.
         dst: Directory to write; it must not exist unless `overwrite`.
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
-            the dtype that this machine multiplies natively.
-        freeze: Whether variables become constants, stored in the low dtype if used in that only:
-            about half the bytes. A frozen model has only its signatures and cannot be trained.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto"
+            is the dtype that this machine multiplies natively.
+        freeze: Whether variables become constants, stored in the low dtype if used in that
+            only: about half the bytes. A frozen model has only its signatures and cannot be
+            trained.
         calibration: Data to run the signatures on in float32: a dict of arrays by input name, a
             list of these, the path of a `.npz` file that holds them, or a
-            `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay float32.
+            `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay
+            float32.
         op_lists: The ops that may be converted; `OpLists.default(dtype, device)` if None.
         keep_float32: Regular expressions, searched for in node names: these nodes stay float32.
-            Names of nodes in functions, branches and loops are prefixed with their caller's name.
+            Names of nodes in functions, branches and loops are prefixed with their caller's
+            name.
         force_low: The same: these nodes compute in low precision if the op has a kernel for it.
         placement: "lists": the op lists decide alone, as the model may run on another machine.
-            "min_cut": they decide which nodes may be converted, and a minimum cut which are worth
-            it on such a device, by built-in times. "fused", with `freeze` only: like "min_cut", and
-            XLA compiles the arithmetic between products where the model runs.
-        device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for this
-            machine's. Nodes without a kernel there stay float32.
+            "min_cut": they decide which nodes may be converted, and a minimum cut which are
+            worth it on such a device, by built-in times. "fused", with `freeze` only: like
+            "min_cut", and XLA compiles the arithmetic between products where the model runs.
+        device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for
+            this machine's. Nodes without a kernel there stay float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
 
     Returns:
@@ -127,8 +131,8 @@ def inspect_saved_model(
         src: Directory of a SavedModel.
         dtype: As for `rewrite_saved_model`.
         freeze: As for `rewrite_saved_model`.
-        **choices: Its arguments `calibration`, `op_lists`, `keep_float32`, `force_low`, `placement`
-            and `device`.
+        **choices: Its arguments `calibration`, `op_lists`, `keep_float32`, `force_low`,
+            `placement` and `device`.
 
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.

@@ -22,15 +22,15 @@ class TuneRow:
         candidate: Its name: "float32", or a placement of `tfamp.rewrite`.
         seconds: Median time of a call.
         quartiles: Lower and upper quartile of the times.
-        error: Relative error of its outputs against float32's: for each float output the root mean
-            square of the differences over the root mean square of the values, and of these the
-            largest. Values that are not finite in float32 do not count; inf if others are not
-            finite, NaN without values to compare. In a report from the cache it is the error on the
-            arguments of the measured call.
+        error: Relative error of its outputs against float32's: for each float output the root
+            mean square of the differences over the root mean square of the values, and of these
+            the largest. Values that are not finite in float32 do not count; inf if others are
+            not finite, NaN without values to compare. In a report from the cache it is the
+            error on the arguments of the measured call.
         chosen: Whether it is the one to use.
         low_nodes: Number of nodes of its graph that compute in the low dtype.
-        same_as: The candidate of an earlier row with the same graph, which has these times and this
-            error; "" if the graph was measured for this row.
+        same_as: The candidate of an earlier row with the same graph, which has these times and
+            this error; "" if the graph was measured for this row.
 
     Example:
         >>> TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12).candidate
@@ -65,9 +65,10 @@ class TuneReport:
         rounds: The largest number of times measured for a candidate.
         source: Whether the choice was measured now or before, and the file that keeps it.
         dropped: Candidates that were not measured, since they compile too long.
-        unseeded: Types of ops that draw other random numbers in each run, which counts as an error.
-        best: The function to use from now on. If float32 is chosen, it is the given function, as a
-            `tf.function`.
+        unseeded: Types of ops that draw other random numbers in each run, which counts as an
+            error.
+        best: The function to use from now on. If float32 is chosen, it is the given function,
+            as a `tf.function`.
 
     Example:
         >>> rows = (

@@ -1,8 +1,8 @@
 """Replaces low gradients of biases with sums that accumulate in float32.
 
-The low kernels of BiasAddGrad lose small terms: see its row in `planning.kernels`. In float32 the
-op would need a Cast of the whole upstream gradient. Where Sum is exact, it adds up the same rows
-and rounds once, so that `planning.inexact_kernels` lets the op be low.
+The low kernels of BiasAddGrad lose small terms: see its row in `planning.kernels`. In float32
+the op would need a Cast of the whole upstream gradient. Where Sum is exact, it adds up the same
+rows and rounds once, so that `planning.inexact_kernels` lets the op be low.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Stores constants in the dtype to which they are cast.
 
-w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the value
-is cast when the graph is written, not each time it runs, and the constant takes half the bytes.
-w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul) before that.
+w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the
+value is cast when the graph is written, not each time it runs, and the constant takes half the
+bytes. w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul)
+before that.
 
 In any rewritten graph the constants that Selects choose stay finite. In softmax(where(mask,
-logits, -2e38)) a fully masked row has equal weights in float32; cast to float16, the constant is
--inf and the row NaN.
+logits, -2e38)) a fully masked row has equal weights in float32; cast to float16, the constant
+is -inf and the row NaN.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tfamp.planning.structures import RewritePlan, node_name, reach
 def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
-    Only for ops that select or compare: in arithmetic infinity is a visible error, and a clipped
-    value a silent one.
+    Only for ops that select or compare: in arithmetic infinity is a visible error, and a
+    clipped value a silent one.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
@@ -55,8 +56,9 @@ def fold_casts(graph: Graph) -> frozenset[tuple[str, str]]:
 
     A constant that is used in float32 as well keeps its Casts: two copies of it would take more
     bytes than one. So does one that is used from outside, among the kept tensors or nodes. A
-    value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of constants
-    that enter loops are hoisted out of them first, where the loop does nothing else with them.
+    value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of
+    constants that enter loops are hoisted out of them first, where the loop does nothing else
+    with them.
 
     Returns:
         The Casts that are gone as (function, name); the function is "" for the graph itself.

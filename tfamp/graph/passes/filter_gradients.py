@@ -1,12 +1,12 @@
 """Replaces filter gradients of convolutions with faster ops, on CPUs.
 
-The gradient of a 1x1 filter is the product of the transposed image and the upstream gradient, for
-which oneDNN is faster than for its filter gradients. If the patches of a larger filter do not
-overlap, SpaceToDepth first makes each patch one pixel.
+The gradient of a 1x1 filter is the product of the transposed image and the upstream gradient,
+for which oneDNN is faster than for its filter gradients. If the patches of a larger filter do
+not overlap, SpaceToDepth first makes each patch one pixel.
 
 oneDNN has no depthwise filter gradients, and TensorFlow's are slow for large filters. Such a
-gradient convolves each image of a batch with its upstream gradient; with the batch moved into the
-channels that is one depthwise convolution.
+gradient convolves each image of a batch with its upstream gradient; with the batch moved into
+the channels that is one depthwise convolution.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Convolution:
 def run(graph: Graph, options: RewriteOptions) -> None:
     """Replaces filter gradients with other ops where these are faster, in place.
 
-    Filters of several taps only if low products are faster than float32's by the profile, where the
-    gain was measured.
+    Filters of several taps only if low products are faster than float32's by the profile, where
+    the gain was measured.
     """
     peaks = options.machine.peaks["matmul"]
     low_is_faster = peaks[options.dtype] > peaks[FLOAT32]

@@ -1,20 +1,22 @@
 """Fuses elementwise arithmetic between products and convolutions into functions for XLA.
 
-TensorFlow's kernels take a pass over memory for each op; XLA fuses many ops into one pass. Products
-and convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XLA's.
+TensorFlow's kernels take a pass over memory for each op; XLA fuses many ops into one pass.
+Products and convolutions stay: on CPUs oneDNN's kernels for low precision are faster than
+XLA's.
 
 A group must not contain both an ancestor and a descendant of a product: the call would wait for
-itself. So every node has a depth, the largest number of times that a path to it enters or leaves
-fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and returns.
-A node that only one later group uses belongs to that group, so that its result is not stored.
+itself. So every node has a depth, the largest number of times that a path to it enters or
+leaves fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and
+returns. A node that only one later group uses belongs to that group, so that its result is not
+stored.
 
 Identical groups, as of repeated layers, call one function, which is compiled once.
 
-Inside a function all arithmetic is float32: XLA on CPUs would round low arithmetic after every op,
-which takes longer than the op. Results are rounded when they are stored. If a function stores a
-float16 tensor and also uses it, it uses the unrounded values, but infinity where the stored value
-overflows, so that every consumer sees the overflow. Nodes that depend on rounding stay outside: a
-Cast that is cast back at once, and comparisons of two tensors.
+Inside a function all arithmetic is float32: XLA on CPUs would round low arithmetic after every
+op, which takes longer than the op. Results are rounded when they are stored. If a function
+stores a float16 tensor and also uses it, it uses the unrounded values, but infinity where the
+stored value overflows, so that every consumer sees the overflow. Nodes that depend on rounding
+stay outside: a Cast that is cast back at once, and comparisons of two tensors.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from tfamp.graph.ops import FLOAT32_TYPE, FLOAT_TYPES, LOW_TYPES, OpSignature
 from tfamp.planning import structures
 from tfamp.planning.options import RewriteOptions
 
-# Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do not
-# propagate NaN.
+# Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do
+# not propagate NaN.
 _COMPUTES = structures.op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
     Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
@@ -49,8 +51,8 @@ _COMPUTES = structures.op_types("""
 """)
 # Ops that only change the shape, which takes no time.
 _RESHAPES = structures.op_types("ExpandDims Reshape Squeeze")
-# Comparisons of two tensors may depend on rounding: a largest value equals its element only if both
-# are rounded. Comparisons with a constant do not.
+# Comparisons of two tensors may depend on rounding: a largest value equals its element only if
+# both are rounded. Comparisons with a constant do not.
 _COMPARES = structures.op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
 # Ops that move values: they do not make a group pay, but may join one.
 _MOVES = _RESHAPES | structures.op_types("""
@@ -87,8 +89,9 @@ def run(graph: Graph, options: RewriteOptions, plan: structures.RewritePlan) -> 
 def fuse(graph: Graph, least: int = _LEAST) -> int:
     """Replaces groups of fusible nodes with calls of compiled functions, in place.
 
-    Functions, such as bodies of loops, stay as they are, and so does a graph with control flow of
-    TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large tensors.
+    Functions, such as bodies of loops, stay as they are, and so does a graph with control flow
+    of TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large
+    tensors.
     """
     if graph.main.has_old_control_flow:
         return 0
@@ -444,7 +447,8 @@ class _Function:
     def _overflowed(self, tensor: str) -> str:
         """Replaces values that overflow in float16 with infinity, without rounding the others.
 
-        A Cast to float16 and back would not do: XLA for GPUs removes it (`SimplifyFPConversions`).
+        A Cast to float16 and back would not do: XLA for GPUs removes it
+        (`SimplifyFPConversions`).
         """
         limit, infinity = map(self._constant, (_FLOAT16_OVERFLOWS_AT, math.inf))
         size = self._op("Abs", [tensor], T=tf.float32)
@@ -502,8 +506,8 @@ def _dtypes(node: NodeDef, signature: OpSignature, arguments: Iterable[Any]) -> 
     return dtypes
 
 
-# XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over all
-# classes, and recomputes every exponential for the gradient and for each sum of it.
+# XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over
+# all classes, and recomputes every exponential for the gradient and for each sum of it.
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Hoists reads of weights out of the loops of a training step.
 
 w -> While(body: w -> ReadVariableOp -> Cast -> MatMul) becomes w -> ReadVariableOp ->
-While(body: MatMul), where the Cast is hoisted too: an LSTM casts its weights once a step, not once
-a token.
+While(body: MatMul), where the Cast is hoisted too: an LSTM casts its weights once a step, not
+once a token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from tfamp.planning.structures import LOOPS, node_name, reach
 def run(graph: Graph, options: RewriteOptions) -> None:
     """Hoists reads of float32 variables out of the loops of a training step, in place.
 
-    Only reads of variables that the graph later writes with values that depend on the loop: then no
-    other graph needs gradients by them. Elsewhere, such as in a step that clips its weights before
-    it uses them, a loop's invariants stay float32, as their gradients, which would get the same
-    dtype, add up over the iterations. Loops in functions and fetched ones stay.
+    Only reads of variables that the graph later writes with values that depend on the loop:
+    then no other graph needs gradients by them. Elsewhere, such as in a step that clips its
+    weights before it uses them, a loop's invariants stay float32, as their gradients, which
+    would get the same dtype, add up over the iterations. Loops in functions and fetched ones
+    stay.
 
     Adds the new arguments of the loops' functions to `graph.weights`.
     """

@@ -1,9 +1,9 @@
 """Replaces sums over the iterations of a loop with one op behind the loop.
 
-The gradient of a weight that a loop uses is a sum of products, one an iteration, each with as many
-rows as the batch: an iteration reads and writes matrices as large as the weight. One product of the
-rows of all iterations is equal, and accumulates in float32 in every dtype; the loop stores the rows
-in TensorLists. The same holds for the gradient of a bias.
+The gradient of a weight that a loop uses is a sum of products, one an iteration, each with as
+many rows as the batch: an iteration reads and writes matrices as large as the weight. One
+product of the rows of all iterations is equal, and accumulates in float32 in every dtype; the
+loop stores the rows in TensorLists. The same holds for the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class _Sum:
 def run(graph: Graph, options: RewriteOptions) -> None:
     """Hoists sums of products of rows out of the loops of gradients, in place.
 
-    Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of an
-    iteration take less memory than the sum. A loop belongs to a gradient if every iteration pops
-    from a list that an earlier loop pushed to: the size of that list bounds the number of rows,
-    which XLA requires. Loops in functions and fetched ones stay.
+    Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of
+    an iteration take less memory than the sum. A loop belongs to a gradient if every iteration
+    pops from a list that an earlier loop pushed to: the size of that list bounds the number of
+    rows, which XLA requires. Loops in functions and fetched ones stay.
     """
     loops = {loop.node.name: loop for loop in graph.own_loops()}
     for loop in loops.values():
