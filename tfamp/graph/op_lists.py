@@ -95,13 +95,14 @@ class OpLists(OpColors):
         for name in _OP_SETS:
             object.__setattr__(self, name, frozenset(strings(name, getattr(self, name))))
         if not isinstance(self.exact_statistics, bool):
-            given = self.exact_statistics
-            raise TypeError(f"exact_statistics must be True or False; got {given!r}.")
+            got = self.exact_statistics
+            raise TypeError(f"exact_statistics must be True or False; got {got!r}.")
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(
-                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which is on "
-                f"{self.color(fixed[0])}. Put it on infer or clear, or leave it out of as_given."
+                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which is "
+                f"on {self.color(fixed[0])}. Put it on infer or clear, or leave it out of "
+                "as_given."
             )
 
     def __repr__(self) -> str:
@@ -157,7 +158,7 @@ class OpLists(OpColors):
 
     @property
     def low(self) -> frozenset[str]:
-        """Ops that autocast computes in the low precision: their float32 inputs are cast down."""
+        """Ops that autocast computes in low precision: their float32 inputs are cast down."""
         return self.allow
 
     @functools.cached_property
@@ -241,7 +242,8 @@ class OpLists(OpColors):
         self._refuse_unknown(touched)
         for color in COLORS:
             name = f"{color}_remove"
-            _refuse_op_on_two_lists({f"{color}_add": added[f"{color}_add"], name: removed[name]})
+            both = {f"{color}_add": added[f"{color}_add"], name: removed[name]}
+            _refuse_op_on_two_lists(both)
             for op in sorted(removed[name] - getattr(self, color)):
                 raise ValueError(
                     f"{name} must hold ops that are on {color}; got {op!r}, but it is on "
@@ -249,8 +251,11 @@ class OpLists(OpColors):
                 )
         freed = added["infer_add"] | added["clear_add"] | (removed["deny_remove"] - added_ops)
         exact = self.exact_statistics if exact_statistics is None else exact_statistics
+        colors = {
+            color: (getattr(self, color) - touched) | added[f"{color}_add"] for color in COLORS
+        }
         return OpLists(
-            **{each: (getattr(self, each) - touched) | added[f"{each}_add"] for each in COLORS},
+            **colors,
             as_given=(self.as_given - touched) | freed,
             exact_statistics=exact,
         )
@@ -263,9 +268,9 @@ class OpLists(OpColors):
             if tf_private.op_definition(op) is None:
                 near = nearest(op.rpartition(".")[2].replace("_", ""), tf_private.known_ops())
                 raise ValueError(
-                    f"TensorFlow knows no op {op!r}; the nearest name is {near!r}. Give op types "
-                    "as in a graph; an op of a library of yours is known once tf.load_op_library "
-                    "has loaded it."
+                    f"TensorFlow knows no op {op!r}; the nearest name is {near!r}. Give op "
+                    "types as in a graph; an op of a library of yours is known once "
+                    "tf.load_op_library has loaded it."
                 )
 
 
@@ -301,15 +306,16 @@ def default_lists(dtype: str, device: str) -> OpLists:
     return dataclasses.replace(lists, allow=allow | on_gpu)
 
 
-def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
+def _op_sets(change: str, *changes: Iterable[str]) -> _Changes:
     names = (f"{color}_{change}" for color in COLORS)
-    return {name: frozenset(strings(name, ops)) for name, ops in zip(names, given, strict=True)}
+    pairs = zip(names, changes, strict=True)
+    return {name: frozenset(strings(name, ops)) for name, ops in pairs}
 
 
 def _refuse_op_on_two_lists(lists: _Changes) -> None:
     for (one, held), (other, ops) in itertools.combinations(lists.items(), 2):
         if both := sorted(held & ops):
             raise ValueError(
-                f"an op must be on one list at most; got {both[0]!r} in both {one} and {other}. "
-                "Keep it in one of them."
+                f"an op must be on one list at most; got {both[0]!r} in both {one} and "
+                f"{other}. Keep it in one of them."
             )

@@ -86,7 +86,8 @@ def rewrite_graph_def(
 
     Example:
         >>> import tensorflow as tf
-        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
+        >>> square = tf.function(lambda x: x @ x)
+        >>> graph = square.get_concrete_function(tf.TensorSpec((2, 2))).graph
         >>> from tfamp.core.profile import builtin_profile
         >>> profile = builtin_profile("cpu", bfloat16=True)
         >>> result = rewrite_graph_def(
@@ -124,9 +125,9 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     kind = hardware.device_kind(options.device)
     if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
         raise ValueError(
-            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
-            "which decide what can be converted. Convert with one that has them, such as "
-            "tensorflow for Linux on x86-64, or give device='cpu'."
+            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU "
+            "kernels, which decide what can be converted. Convert with one that has them, such "
+            "as tensorflow for Linux on x86-64, or give device='cpu'."
         )
     if options.placement == "fused" and not tf_private.xla_works(""):
         raise ValueError(
@@ -150,7 +151,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
 
 
 def _moved_ops(lists: OpColors, defaults: OpLists) -> frozenset[str]:
-    """The ops that lists have on another list than the defaults, or that the caller put on one."""
+    """The ops that are on another list than by default, or that the caller put on one."""
     moved = (getattr(lists, color) - getattr(defaults, color) for color in COLORS)
     return frozenset().union(getattr(lists, "as_given", ()), *moved)
 
@@ -184,7 +185,7 @@ def _on_cpus(options: RewriteOptions) -> bool:
     return options.device == "cpu" and _not_grapplers(options)
 
 
-_FILTER_GRADIENTS = structures.op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
+_FILTER_GRADIENTS = frozenset({"Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter"})
 # All passes, in the order in which they run. The first ones are equivalence-preserving and make
 # a graph faster; then it is indexed, decided and converted. The others make low ops more
 # accurate, or have XLA compile them.
@@ -203,18 +204,18 @@ def _passes_for(graph: Graph, options: RewriteOptions, carries_plan: bool) -> li
     ops = frozenset(op for body in graph.bodies for op in body.by_op)
     framed = not FRAMES.isdisjoint(ops)
     return [
-        each
-        for each in PASSES
-        if each.carries_plan == carries_plan
-        and (each.in_frames or not framed)
-        and (each.ops is None or not each.ops.isdisjoint(ops))
-        and each.applies(options)
+        graph_pass
+        for graph_pass in PASSES
+        if graph_pass.carries_plan == carries_plan
+        and (graph_pass.in_frames or not framed)
+        and (graph_pass.ops is None or not graph_pass.ops.isdisjoint(ops))
+        and graph_pass.applies(options)
     ]
 
 
 def _run(passes: Iterable[Pass], *args: Any) -> None:
-    for each in passes:
-        importlib.import_module(f"tfamp.graph.passes.{each.file}").run(*args)
+    for graph_pass in passes:
+        importlib.import_module(f"tfamp.graph.passes.{graph_pass.file}").run(*args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,8 @@ def convert_prepared(
 ) -> structures.RewritePlan:
     """Converts a graph in place, as was decided; returns the plan."""
     passes = _passes_for(graph, options, carries_plan=True)
-    with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
+    # Not as a decorator: its frame would end the search for the user's.
+    with collector_paused():
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
         verify_sums(decision.scopes, options)
@@ -285,7 +287,8 @@ def _nothing_converted(decision: Decision) -> str:
         because = f" with this calibration data ({node.name}: {node.reason.text})"
     slots = [slot for scope in decision.scopes for slot in scope.index.slots]
     for dtype in sorted({slot.dtype for slot in slots if slot.dtype in LOW_PRECISION}):
-        because += f"; some compute in {dtype} already, as they do under a mixed policy of Keras"
+        because += f"; some compute in {dtype} already"
+        because += ", as they do under a mixed policy of Keras"
     return f"The graph has no op that {able} to {plan.dtype}{because}: it stays as it is."
 
 
@@ -338,18 +341,19 @@ def verify_rewrite(
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
         casts = {cast.name for cast in plan.casts if cast.scope == scope}
-        own = {
+        named = {
             node.name
             for node in index.nodes
             if node.op not in (structures.ARGUMENT, structures.RESULT)
         }
-        if wrong := body.by_name.keys() ^ (own | casts):
+        if wrong := body.by_name.keys() ^ (named | casts):
             raise _violation(f"node {min(wrong)!r}", "it was lost or added")
         for number, slot in enumerate(index.slots):
             wanted = plan.dtype if number in low else slot.dtype
-            if (found := _dtype_now(body, index, slot)) != wanted:
+            now = _dtype_now(body, index, slot)
+            if now != wanted:
                 node = index.nodes[slot.node]
-                cause = f"{slot.attr} became {found}, but must be {wanted}"
+                cause = f"{slot.attr} became {now}, but must be {wanted}"
                 raise _violation(f"node {node.name!r} ({node.op})", cause)
         for node, edges in zip(index.nodes, index.inputs, strict=True):
             taken = body.taken(node.name) if edges else ()
@@ -361,7 +365,7 @@ def verify_rewrite(
 
 
 def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
-    """Checks that no low node adds up low, by the table of kernels, but where the caller forced it.
+    """Checks by the table of kernels that no low node adds up low, unless the caller forced it.
 
     A RewriteError names one that does. Grappler's lists convert it.
     """
@@ -382,7 +386,8 @@ def _dtype_now(body: Body, index: structures.GraphIndex, slot: structures.TypeSl
     if slot.attr not in named.attr:  # The op fixes it, or it has its default.
         return slot.dtype
     value = named.attr[slot.attr]
-    return tf_private.dtype_name(value.type if slot.entry is None else value.list.type[slot.entry])
+    dtype = value.type if slot.entry is None else value.list.type[slot.entry]
+    return tf_private.dtype_name(dtype)
 
 
 def _violation(place: str, cause: str) -> RewriteError:

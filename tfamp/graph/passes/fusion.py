@@ -31,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.kinds import FunctionDef, NodeDef, Tensor
+from tfamp.core.kinds import ArgDef, FunctionDef, NodeDef, Tensor
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute, control_inputs_of, tensor_inputs
@@ -153,9 +153,9 @@ class _Flow:
         for name in ordered:
             if self._is_known(nodes[name], taken[name]):
                 self.known.add(name)
+        computed = nodes.keys() - self.known
         self.inputs = {
-            name: [source for source in taken[name] if source in nodes and source not in self.known]
-            for name in ordered
+            name: [source for source in taken[name] if source in computed] for name in ordered
         }
         self.devices = {
             name: str(nodes[name].device) for name in ordered if self._is_fusible(nodes[name])
@@ -177,10 +177,11 @@ class _Flow:
         return math.prod(dim.size for dim in dims) <= _MOST_KNOWN
 
     def _is_fusible(self, node: NodeDef) -> bool:
-        """Whether a node moves values, or computes with floats only, which XLA always supports."""
+        """Whether a node moves values, or computes with floats only: XLA supports these."""
         if node.name in self.known or self._is_rounding(node):
             return False
-        if node.op in _COMPARES and self.known.isdisjoint(map(structures.node_name, node.input)):
+        sources = map(structures.node_name, node.input)
+        if node.op in _COMPARES and self.known.isdisjoint(sources):
             return False
         dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
         computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= FLOAT_TYPES
@@ -191,7 +192,8 @@ class _Flow:
         if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
-        return any(user.op == "Cast" and user.attr["DstT"].type == FLOAT32_TYPE for user in users)
+        casts = (user for user in users if user.op == "Cast")
+        return any(cast.attr["DstT"].type == FLOAT32_TYPE for cast in casts)
 
     def groups(self) -> Iterator[list[str]]:
         """Groups of nodes that can be one call, each in topological order."""
@@ -217,9 +219,10 @@ class _Flow:
         depths: dict[str, int] = {}
         for name in self.places:
             here = self.devices.get(name)
-            depths[name] = max(
-                (depths[i] + (here != self.devices.get(i)) for i in self.inputs[name]), default=0
+            ways = (
+                depths[source] + (here != self.devices.get(source)) for source in self.inputs[name]
             )
+            depths[name] = max(ways, default=0)
         users = defaultdict[str, set[tuple[str | None, int]]](set)
         for name in reversed(self.places):
             here = self.devices.get(name)
@@ -231,7 +234,7 @@ class _Flow:
         return depths
 
     def pays(self, group: Sequence[str], least: int) -> bool:
-        """Whether a call is faster than the ops of a group: `least` of them on large tensors."""
+        """Whether a call is faster than a group's ops: `least` of them on large tensors."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
         sizes = (max(map(self.elements, (n.name, *tensor_inputs(n)))) for n in computing)
@@ -267,8 +270,9 @@ class _Groups:
     def is_used_outside(self, name: str) -> bool:
         """Whether a node of a group has consumers that do not compute it themselves."""
         graph = self.flow.graph
+        computing = self._computing[name]
         return name in graph.kept or any(
-            user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
+            user in self.staying or not self._computing.get(user, _NOWHERE) <= computing
             for user in graph.consumers[name]
         )
 
@@ -284,7 +288,9 @@ class _Groups:
         there = {name for name in taken if name not in self._in_a_group} | self._sources(taken)
         copies: set[str] = set()
         for name in taken:
-            more = self._computed_from(name, there | copies) if name in self._in_a_group else None
+            more = None
+            if name in self._in_a_group:
+                more = self._computed_from(name, there | copies)
             if more is None:
                 there.add(name)
             else:
@@ -302,7 +308,9 @@ class _Groups:
         for way in ways:
             farthest_first = reversed(way)
             useful = (
-                name for name in farthest_first if counts[name] > 1 or name not in self._in_a_group
+                source
+                for source in farthest_first
+                if counts[source] > 1 or source not in self._in_a_group
             )
             sources.update(itertools.islice(useful, 1))
         return sources
@@ -318,7 +326,7 @@ class _Groups:
             (name,) = large
 
     def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
-        """The cheap nodes that compute a tensor from available ones; None if it takes others."""
+        """The cheap nodes that compute a tensor from available ones; None if others are needed."""
         small = self.flow.elements(name) / _SMALL
         needed: set[str] = set()
         pending = [name]
@@ -371,18 +379,23 @@ class _Library:
         self._made: dict[bytes, str] = {}
 
     def call_attrs(self, definition: FunctionDef) -> dict[str, Any]:
-        """The attributes of a call of a function, which is added unless an identical one exists."""
+        """The attributes of a call of a function; adds it unless an identical one exists."""
         key = definition.SerializeToString(deterministic=True)
         if key not in self._made:
             self._made[key] = self._graph.add_function(definition, "fused")
         called = tf.compat.v1.AttrValue()
         called.func.name = self._made[key]
-        types = {"Tin": definition.signature.input_arg, "Tout": definition.signature.output_arg}
-        return {"f": called, **{k: [tf.as_dtype(arg.type) for arg in v] for k, v in types.items()}}
+        signature = definition.signature
+        arguments = {"Tin": signature.input_arg, "Tout": signature.output_arg}
+        types = {
+            attr: [tf.as_dtype(argument.type) for argument in listed]
+            for attr, listed in arguments.items()
+        }
+        return {"f": called, **types}
 
 
 class _Function:
-    """A function that computes the nodes of a group in float32, with names of its own.
+    """A function that computes the nodes of a group in float32, with new names.
 
     Attributes:
         arguments: The tensors of the graph that it is called with.
@@ -496,7 +509,11 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
-def _dtypes(node: NodeDef, signature: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
+def _dtypes(
+    node: NodeDef,
+    signature: OpSignature,
+    arguments: Iterable[ArgDef],
+) -> list[tf.DType]:
     """The dtype of each input or output of a node."""
     dtypes: list[tf.DType] = []
     for argument in arguments:
