@@ -26,7 +26,7 @@ from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
 from tfamp.rewriting.function import RewrittenFunction, rewrite
-from tfamp.rewriting.pipeline import FlatCall, TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
 # The calls that an op runs in, the outermost first, then the op itself.

@@ -47,7 +47,7 @@ from tfamp.rewriting import tuning
 from tfamp.rewriting.choice_cache import keras_program
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.measured_runs import FUSED, Candidate
-from tfamp.rewriting.pipeline import traces_for_a_rewrite
+from tfamp.rewriting.traced_function import traces_for_a_rewrite
 from tfamp.rewriting.tune_report import TuneReport, time_text
 from tfamp.torch_style.context import autocast
 from tfamp.training.scaling import build_optimizer

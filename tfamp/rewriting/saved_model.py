@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
+from tfamp.core.kinds import SavedModel
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
@@ -159,13 +160,17 @@ def required_dtype(dtype: Any) -> str:
 
 
 def _options(
-    dtype: Any, freeze: bool, calibration: Any = None, placement: str = _PLACEMENT, **choices: Any
+    dtype: Any,
+    freeze: bool,
+    calibration: Any = None,
+    placement: str = _PLACEMENT,
+    **choices: Any,
 ) -> RewriteOptions:
     if placement == "fused" and not freeze:
         raise ValueError(
-            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel that is "
-            "not frozen computes in functions: give freeze=True too, or placement='min_cut', which "
-            "is the same without compiling."
+            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel "
+            "that is not frozen computes in functions: give freeze=True too, or "
+            "placement='min_cut', which is the same without compiling."
         )
     if isinstance(calibration, str | os.PathLike):
         calibration = Calibration.from_npz(calibration)
@@ -181,7 +186,12 @@ def _options(
     )
 
 
-def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> RewritePlan:
+def _rewritten(
+    model: SavedModel,
+    src: Path,
+    freeze: bool,
+    options: RewriteOptions,
+) -> RewritePlan:
     """Converts the graphs of a SavedModel in place; returns the plan."""
     data = options.calibration
     plans = []
@@ -192,7 +202,9 @@ def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> 
             roles = saved_graph.find_roles(meta_graph)
         ranges = data and saved_graph.measure_meta_graph(meta_graph, roles, src, data)
         plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
-        plans.append(saved_graph.store_low_constants(meta_graph, roles, plan) if freeze else plan)
+        if freeze:
+            plan = saved_graph.store_low_constants(meta_graph, roles, plan)
+        plans.append(plan)
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
@@ -204,8 +216,8 @@ def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> 
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _read(src: Path) -> Any:
-    """Reads the graphs of a SavedModel, and its variables once, to check that they are complete.
+def _read(src: Path) -> SavedModel:
+    """Reads the graphs of a SavedModel, and its variables once, to check that none is damaged.
 
     Raises:
         SavedModelError: It is missing or broken.
@@ -224,7 +236,8 @@ def _read(src: Path) -> Any:
         ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
-    for node in (node for each in model.meta_graphs for node in Graph(each.graph_def).nodes):
+    nodes = (node for graph in model.meta_graphs for node in Graph(graph.graph_def).nodes)
+    for node in nodes:
         if node.op == "Const" and "value" not in node.attr:  # TensorFlow would crash on it.
             raise SavedModelError(
                 f"{path} is broken: its constant {node.name!r} has no value. Save the model again."
@@ -252,8 +265,8 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
         raise SavedModelError(f"The output {dst} is the input {src}; give another directory.")
     if source in target.parents or target in source.parents:
         raise SavedModelError(
-            f"The output {dst} and the input {src} are inside one another; give a directory next "
-            "to it."
+            f"The output {dst} and the input {src} are inside one another; give a directory "
+            "next to it."
         )
     if os.path.lexists(dst) and not overwrite:
         raise SavedModelError(
@@ -263,12 +276,12 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not is_empty and not (target / _GRAPH_FILE).is_file():
         raise SavedModelError(
-            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give another "
-            "directory."
+            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give "
+            "another directory."
         )
     return target
 
 
 def directory_bytes(path: Path) -> int:
     """Returns the bytes of all files in a directory."""
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -33,7 +33,8 @@ class TuneRow:
             this error; "" if the graph was measured for this row.
 
     Example:
-        >>> TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12).candidate
+        >>> row = TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12)
+        >>> row.candidate
         'lists'
     """
 
@@ -67,7 +68,7 @@ class TuneReport:
         dropped: Candidates that were not measured, since they compile too long.
         unseeded: Types of ops that draw other random numbers in each run, which counts as an
             error.
-        best: The function to use from now on. If float32 is chosen, it is the given function,
+        best: The function to use from now on. If float32 is chosen, it is the function itself,
             as a `tf.function`.
 
     Example:
@@ -132,22 +133,25 @@ class TuneReport:
             yield f"low precision does not pay here: {self._why_float32()}"
         else:
             yield (
-                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, with "
-                f"an error of {chosen.error:.2g}"
+                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, "
+                f"with an error of {chosen.error:.2g}"
             )
             if not chosen.low_nodes:
-                yield f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+                yield (
+                    f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+                )
         yield from (f"dropped: {name} takes too long to compile" for name in self.dropped)
         yield self.source
         if all(math.isnan(row.error) for row in self.rows):
             yield (
-                "float32 returns no float tensor with finite values, so the errors are unknown: "
-                "have the function return the results to judge it by"
+                "float32 returns no float tensor with finite values, so the errors are "
+                "unknown: have the function return the results to judge it by"
             )
         if self.unseeded:
             yield (
-                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors include "
-                "that: call tf.random.set_seed, give the ops a seed, or draw with keras.random"
+                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors "
+                "include that: call tf.random.set_seed, give the ops a seed, or draw with "
+                "keras.random"
             )
 
     def _why_float32(self) -> str:

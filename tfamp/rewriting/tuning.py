@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.kinds import Function, Nest
 from tfamp.core.options import PLACEMENTS
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
@@ -46,7 +47,8 @@ from tfamp.rewriting.measured_runs import (
     choice_of,
     measured,
 )
-from tfamp.rewriting.pipeline import TracedFunction, traced_once
+from tfamp.rewriting.pipeline import traced_once
+from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneReport
 from tfamp.torch_style.state import current_modes
 
@@ -115,7 +117,9 @@ def tune(
     Example:
         >>> import tensorflow as tf, tfamp
         >>> weights = tf.Variable(tf.ones((64, 64)))
-        >>> report = tfamp.tune(lambda x: x @ weights, tf.ones((8, 64)), dtype="bfloat16", rounds=3)
+        >>> def fn(x):
+        ...     return x @ weights
+        >>> report = tfamp.tune(fn, tf.ones((8, 64)), dtype="bfloat16", rounds=3)
         >>> [row.candidate for row in report.rows][:3], sum(row.chosen for row in report.rows)
         (['float32', 'lists', 'min_cut'], 1)
         >>> report.best(tf.ones((8, 64))).dtype
@@ -166,16 +170,16 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
 
 def compare_candidates(
     candidates: Sequence[Candidate],
-    args: Sequence[Any],
+    args: Sequence[Nest],
     *,
     name: str,
     dtype: str,
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
-    kept: Any = (),
+    kept: object = (),
     program: str = "",
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], object] = lambda: None,
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
 
@@ -197,7 +201,7 @@ def compare_candidates(
     return TuneReport(name, dtype, max_error=limits.max_error, best=best, **choice._asdict())
 
 
-def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Any]:
+def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Function]:
     """The choice among candidates, kept or measured now, and the function to use."""
     with function_state.kept_random_states() as restore_randoms:
         begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
@@ -234,10 +238,10 @@ class _Subject:
     """
 
     candidates: Sequence[Candidate]
-    args: Sequence[Any]
+    args: Sequence[Nest]
     program: str
-    kept: Any
-    before: Callable[[], Any]
+    kept: object
+    before: Callable[[], object]
 
     def traced_once(self) -> contextlib.AbstractContextManager[None]:
         """A context in which all candidates share one trace."""
@@ -265,10 +269,11 @@ class _Subject:
         if not program:
             trace = self.candidates[0].function.get_concrete_function(*self.args)
             program = fingerprint(trace.graph.as_graph_def(add_shapes=True))
-        return choice_file(program, {"candidates": settings, "limits": limits, "kept": self.kept})
+        arguments = {"candidates": settings, "limits": limits, "kept": self.kept}
+        return choice_file(program, arguments)
 
 
-def _check_have_values(name: str, args: Sequence[Any]) -> None:
+def _check_have_values(name: str, args: Sequence[Nest]) -> None:
     for leaf in tf.nest.flatten(list(args)):
         if isinstance(leaf, tf.TypeSpec | keras.KerasTensor):
             raise TypeError(
