@@ -457,7 +457,7 @@ def _insert(entries: Any, place: int, name: str, dtype: int) -> None:
 
 def _make_room(table: Any, place: int) -> None:
     """Shifts the entries of a protobuf map of arguments by one from a position on."""
-    for position in sorted((taken for taken in table if taken >= place), reverse=True):
+    for position in sorted((key for key in table if key >= place), reverse=True):
         value = table.pop(position)
         if hasattr(value, "SerializeToString"):
             table[position + 1].CopyFrom(value)

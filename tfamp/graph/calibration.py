@@ -213,9 +213,9 @@ def _fitting(
         if with_nan and is_finite:
             is_finite = False
             text = (
-                f"Calibration batch {number}: the input {with_nan[0]} holds NaN. Values computed "
-                "from it cannot be measured and stay float32. Give data without NaN, unless the "
-                "model is made for it."
+                f"Calibration batch {number}: the input {with_nan[0]} holds NaN. Values "
+                "computed from it cannot be measured and stay float32. Give data without NaN, "
+                "unless the model is made for it."
             )
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())
         yield values

@@ -86,7 +86,7 @@ class _Inliner:
                 continue
             copy = _Copy(body, node, function, taken)
             made = list(copy.nodes())
-            taken |= {copied.name for copied in made}
+            taken |= {inner.name for inner in made}
             moved |= copy.results
             nodes += made
         resolve = functools.partial(_resolve, moved)
@@ -109,8 +109,8 @@ class _Inliner:
         if inputs != arguments:
             cause = f"it has {inputs} inputs, and the function {name!r} takes {arguments}"
             raise body.error(node, cause)
-        marks = (marked.attr for marked in (node, function.definition))
-        opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
+        attributes = (node.attr, function.definition.attr)
+        opaque = any(mark in attrs and attrs[mark].b for attrs in attributes for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
         if opaque or recursive or function.has_old_control_flow:
             return None
@@ -164,7 +164,7 @@ class _Copy:
             copy = self._copied(node)
             has_gradient |= GRADIENT in node.attr
             if has_side_effects(copy.op):
-                copy.input.extend(waited for waited in waits if waited not in copy.input)
+                copy.input.extend(control for control in waits if control not in copy.input)
             yield copy
         # A custom gradient may use the arguments.
         for position, arg in enumerate(self._signature.input_arg if has_gradient else ()):
@@ -192,10 +192,7 @@ class _Copy:
         copy.CopyFrom(node)
         copy.name = f"{self._prefix}{node.name}"
         copy.device = node.device or self._call.device
-        copy.input[:] = [
-            self._control(taken) if is_control(taken) else self._tensor(taken)
-            for taken in node.input
-        ]
+        copy.input[:] = map(self._input, node.input)
         for name, value in node.attr.items():
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
@@ -208,6 +205,10 @@ class _Copy:
             before = attribute_text(node, INLINED_INTO)
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
         return copy
+
+    def _input(self, name: str) -> str:
+        """The name in the caller of an input of a node of the function."""
+        return self._control(name) if is_control(name) else self._tensor(name)
 
     def _tensor(self, name: str) -> str:
         """The name in the caller of a tensor of the function."""

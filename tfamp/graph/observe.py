@@ -360,7 +360,7 @@ def _retype_node(node: NodeDef, dtype: int) -> None:
             value.type = dtype
         if value.list.type:
             types = value.list.type
-            types[:] = [dtype if before in LOW_TYPES else before for before in types]
+            types[:] = [dtype if old in LOW_TYPES else old for old in types]
         if value.tensor.dtype in LOW_TYPES:
             exact = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
             with np.errstate(over="ignore"):

@@ -100,8 +100,8 @@ class OpLists(OpColors):
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(
-                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which is "
-                f"on {self.color(fixed[0])}. Put it on infer or clear, or leave it out of "
+                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which "
+                f"is on {self.color(fixed[0])}. Put it on infer or clear, or leave it out of "
                 "as_given."
             )
 

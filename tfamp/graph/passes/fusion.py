@@ -59,8 +59,12 @@ _MOVES = _RESHAPES | structures.op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
 """)
 # Ops with results that are known when a function is compiled if their inputs are.
-_KNOWN_IF_INPUTS_ARE = structures.op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
+_KNOWN_IF_INPUTS_ARE = structures.op_types("""
+    BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice
+""")
 _COMPUTED_IN = ("T", "SrcT", "DstT")  # Attributes with the dtype of the arithmetic.
+# Elements of a constant whose value counts as known: shapes, axes and paddings have fewer, and a
+# weight does not become part of the compiled program. A choice.
 _MOST_KNOWN = 64
 # With fewer ops, or smaller tensors, the overhead of a call exceeds its gain.
 _LEAST = 4
@@ -69,9 +73,11 @@ _LEAST_ELEMENTS = 1 << 14
 _CHEAP = (_COMPUTES | _RESHAPES) - structures.op_types("""
     AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
+# Bounds the ops that are recomputed for a tensor, and the search for a tensor to read instead: a
+# choice, above which reading what was stored takes less time.
 _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
-# The time to store a tensor of so many times fewer elements is negligible.
+# The time to store a tensor of so many times fewer elements is negligible: a choice.
 _SMALL = 16
 _COMPILED = "_XlaMustCompile"
 _FLOAT16_OVERFLOWS_AT = 65520.0  # Halfway from its largest number to the next: ties go to even.
@@ -326,7 +332,7 @@ class _Groups:
             (name,) = large
 
     def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
-        """The cheap nodes that compute a tensor from available ones; None if others are needed."""
+        """The cheap nodes that compute a tensor from available ones; None if it needs others."""
         small = self.flow.elements(name) / _SMALL
         needed: set[str] = set()
         pending = [name]
