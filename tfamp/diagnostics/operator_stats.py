@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.kinds import Trace
 from tfamp.graph.index import build_indexes
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
 from tfamp.training.scaling import build_optimizer
@@ -61,13 +62,13 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> dict[str, dict[str, int]
     graph = _traced(fn, args, kwargs).graph.as_graph_def()
     indexes = {index.scope: index for index in build_indexes(graph)}
     counts = Counter(_computed(MAIN_GRAPH, indexes))
-    found: dict[str, dict[str, int]] = {}
+    by_op: dict[str, dict[str, int]] = {}
     for op, dtype in sorted(counts):
-        found.setdefault(op, {})[dtype] = counts[op, dtype]
-    return found
+        by_op.setdefault(op, {})[dtype] = counts[op, dtype]
+    return by_op
 
 
-def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
     if isinstance(fn, tf.types.experimental.ConcreteFunction):
         return fn
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
@@ -100,6 +101,8 @@ def _computed(scope: str, indexes: Mapping[str, GraphIndex]) -> Iterator[tuple[s
         called = [name for _, name in node.calls if name in indexes]
         for name in called:
             yield from _computed(name, indexes)
-        own = [*dtypes[position], *(index.slots[slot].dtype for slot in node.slots)]
-        if own and node.op not in _NOT_COUNTED and node.op not in called:
-            yield node.op, next((each for each in own if each in FLOAT_DTYPES), own[0])
+        slots = (index.slots[slot].dtype for slot in node.slots)
+        computed_in = [*dtypes[position], *slots]
+        if computed_in and node.op not in _NOT_COUNTED and node.op not in called:
+            floats = (dtype for dtype in computed_in if dtype in FLOAT_DTYPES)
+            yield node.op, next(floats, computed_in[0])
