@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -150,8 +150,16 @@ class _Indexer:
         if op in self.body.functions:
             calls = (("", op), *calls)
         position = len(self.nodes)
-        rest = device, calls, op_signature.uses_references, _summing_attributes(node)
-        self._register(kind, tensor_inputs(node), node.name, op, *rest)
+        self._register(
+            kind,
+            tensor_inputs(node),
+            node.name,
+            op,
+            device=device,
+            calls=calls,
+            uses_references=op_signature.uses_references,
+            attrs=_summing_attributes(node),
+        )
         if op == "ReadVariableOp":
             time = (device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
@@ -181,6 +189,7 @@ class _Indexer:
         tensors: list[str],
         name: str,
         op: str,
+        *,
         device: str = "",
         calls: tuple[tuple[str, str], ...] = (),
         uses_references: bool = False,
@@ -250,28 +259,30 @@ class _Indexer:
                 self.shapes[position, port] = shape
 
     def _finish(self) -> GraphIndex:
-        edges: list[Edge] = []
+        return GraphIndex(
+            scope=self.body.scope,
+            nodes=tuple(self.nodes),
+            slots=tuple(self.slots),
+            edges=tuple(self._edges()),
+            shapes=self.shapes,
+            largest=self.largest,
+        )
+
+    def _edges(self) -> Iterator[Edge]:
+        """Yields the edges into every node; a RewriteError names a node with wrong inputs."""
         sources: dict[str, tuple[int, int, str]] = {}
-        for node, names, wanted in zip(self.nodes, self.tensors, self.inputs, strict=True):
-            if len(names) != len(wanted):
-                cause = f"it has {len(names)} inputs, not {len(wanted)}"
+        for node, tensors, targets in zip(self.nodes, self.tensors, self.inputs, strict=True):
+            if len(tensors) != len(targets):
+                cause = f"it has {len(tensors)} inputs, not {len(targets)}"
                 raise self.body.error(node, cause)
-            for i, (tensor, target) in enumerate(zip(names, wanted, strict=True)):
+            for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
                 if tensor not in sources:
                     sources[tensor] = self._source(node, tensor)
                 source, port, spelled = sources[tensor]
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:
                     raise self.body.error(node, f"its input {tensor!r} is {made}, not {taken}")
-                edges.append(Edge(source, target, port, i, spelled))
-        return GraphIndex(
-            scope=self.body.scope,
-            nodes=tuple(self.nodes),
-            slots=tuple(self.slots),
-            edges=tuple(edges),
-            shapes=self.shapes,
-            largest=self.largest,
-        )
+                yield Edge(source, target, port, i, spelled)
 
     def _source(self, node: IndexedNode, tensor: str) -> tuple[int, int, str]:
         """Slot, port and name of an input's producer; reads of a variable have one name."""

@@ -46,7 +46,7 @@ class Loop:
 
     @property
     def variables(self) -> list[tuple[ArgDef, ArgDef]]:
-        """The body's arguments, with the results that are their values in the next iteration."""
+        """The body's arguments, with the results that are their next values."""
         return list(zip(self.body.arguments, self.body.results, strict=True))
 
     def is_tested(self, position: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -336,32 +336,44 @@ def verify_rewrite(
     they differ, and nothing else is new; else a RewriteError.
     """
     for painted in scopes:
-        index, low, scope = painted.index, painted.low, painted.index.scope
+        scope = painted.index.scope
         if scope and scope not in graph.functions:
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
         casts = {cast.name for cast in plan.casts if cast.scope == scope}
-        named = {
-            node.name
-            for node in index.nodes
-            if node.op not in (structures.ARGUMENT, structures.RESULT)
-        }
-        if wrong := body.by_name.keys() ^ (named | casts):
-            raise _violation(f"node {min(wrong)!r}", "it was lost or added")
-        for number, slot in enumerate(index.slots):
-            wanted = plan.dtype if number in low else slot.dtype
-            now = _dtype_now(body, index, slot)
-            if now != wanted:
-                node = index.nodes[slot.node]
-                cause = f"{slot.attr} became {now}, but must be {wanted}"
-                raise _violation(f"node {node.name!r} ({node.op})", cause)
-        for node, edges in zip(index.nodes, index.inputs, strict=True):
-            taken = body.taken(node.name) if edges else ()
-            for edge, tensor in zip(edges, taken, strict=False):
-                needs_cast = (edge.source in low) != (edge.target in low)
-                if needs_cast != (structures.node_name(tensor) in casts):
-                    cause = f"its input {edge.tensor!r} has another dtype than the node takes"
-                    raise _violation(f"node {node.name!r}", cause)
+        _verify_names(body, painted.index, casts)
+        _verify_dtypes(body, painted, plan.dtype)
+        _verify_casts(body, painted, casts)
+
+
+def _verify_names(body: Body, index: structures.GraphIndex, casts: Set[str]) -> None:
+    boundaries = (structures.ARGUMENT, structures.RESULT)
+    names = {node.name for node in index.nodes if node.op not in boundaries}
+    if wrong := body.by_name.keys() ^ (names | casts):
+        raise _violation(f"node {min(wrong)!r}", "it was lost or added")
+
+
+def _verify_dtypes(body: Body, painted: PaintedScope, low_dtype: str) -> None:
+    index = painted.index
+    for number, slot in enumerate(index.slots):
+        wanted = low_dtype if number in painted.low else slot.dtype
+        now = _dtype_now(body, index, slot)
+        if now != wanted:
+            node = index.nodes[slot.node]
+            cause = f"{slot.attr} became {now}, but must be {wanted}"
+            raise _violation(f"node {node.name!r} ({node.op})", cause)
+
+
+def _verify_casts(body: Body, painted: PaintedScope, casts: Set[str]) -> None:
+    """Checks that a Cast is where the dtypes of an input and its producer differ."""
+    index, low = painted.index, painted.low
+    for node, edges in zip(index.nodes, index.inputs, strict=True):
+        tensors = body.taken(node.name) if edges else ()
+        for edge, tensor in zip(edges, tensors, strict=False):
+            needs_cast = (edge.source in low) != (edge.target in low)
+            if needs_cast != (structures.node_name(tensor) in casts):
+                cause = f"its input {edge.tensor!r} has another dtype than the node takes"
+                raise _violation(f"node {node.name!r}", cause)
 
 
 def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
