@@ -88,7 +88,7 @@ def ops_of(trace: Trace) -> set[str]:
 
 
 def random_ops(trace: Trace) -> list[tuple[str, int, int]]:
-    """Returns the ops of a concrete function with a random state, never restored.
+    """Returns the ops of a concrete function that keep a random state, which is never restored.
 
     Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each
     run.
