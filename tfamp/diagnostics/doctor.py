@@ -251,7 +251,7 @@ def read_environment(machine: hardware.Hardware) -> Environment:
 
 
 def old_libraries(installed: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the NVIDIA packages older than TensorFlow requires; `installed` gives versions."""
+    """Returns the NVIDIA packages older than TensorFlow requires, by `installed` versions."""
     old, not_installed = [], contextlib.suppress(importlib.metadata.PackageNotFoundError)
     with not_installed:  # The package tensorflow, where tensorflow-cpu is installed.
         for match in map(_REQUIREMENT.match, importlib.metadata.requires("tensorflow") or ()):
@@ -294,15 +294,15 @@ def _without_machine_code(e: Environment) -> str | None:
     return None
 
 
+def _why_not_seen(e: Environment) -> str:
+    return "its CUDA libraries did not load" if e.cuda_build else "it was built without CUDA"
+
+
 # Name of an issue -> its rule, the text for what the rule returned, advice and source. A new
 # issue needs a source and a test case.
 RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
     "gpu-not-seen": (
-        lambda e: (
-            e.nvidia_driver
-            and not e.hardware.gpus
-            and ("its CUDA libraries did not load" if e.cuda_build else "it was built without CUDA")
-        ),
+        lambda e: e.nvidia_driver and not e.hardware.gpus and _why_not_seen(e),
         "An NVIDIA driver is installed but TensorFlow sees no GPU: {0}, or GPUs are hidden.",
         "Install with `pip install tensorflow[and-cuda]`, and look at CUDA_VISIBLE_DEVICES.",
         _PIP,

@@ -384,12 +384,14 @@ def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     `is_fault`.
     """
     bad_results = [key[:2] for key in results if runs.low[key].is_bad]
-    for excuse_constants in (True, False) if bad_results else (True,):
+    excuses = (True, False) if bad_results else (True,)
+    for excuse_constants in excuses:
         walk = _Walk(runs, excuse_constants)
         states = walk.states(MAIN_GRAPH)
         leading = reach(bad_results, functools.partial(walk.sources_with, _BAD, states))
         for origin in walk.origins(MAIN_GRAPH, states):
-            if origin in leading if bad_results else walk.is_fault(origin):
+            counts = origin in leading if bad_results else walk.is_fault(origin)
+            if counts:
                 return walk.descend(origin, states, ())
     return None
 
@@ -549,18 +551,16 @@ def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) ->
 
 def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
     """Returns the first tensor on the way to an op with zeros that float32 does not have."""
+
+    def has_vanished(tensor: TensorKey) -> bool:
+        exact = runs.float32[tensor].at(execution)
+        return exact.finite and runs.low[tensor].at(execution).zeros > exact.zeros
+
     vanished = None
-    while True:
-        zero = [
-            key
-            for key in runs.observed(runs.nodes.inputs[place])
-            if (exact := runs.float32[key].at(execution)).finite
-            and runs.low[key].at(execution).zeros > exact.zeros
-        ]
-        if not zero:
-            return vanished
-        vanished = zero[-1]
+    while inputs := list(filter(has_vanished, runs.observed(runs.nodes.inputs[place]))):
+        vanished = inputs[-1]
         place = vanished[:2]
+    return vanished
 
 
 def _stage(runs: _Runs, path: Path, kind: str, layer: Layer) -> str:

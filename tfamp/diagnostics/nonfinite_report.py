@@ -334,9 +334,8 @@ def _case(finding: Finding, tiny: float) -> str:
 
 def _count(finding: Finding) -> str:
     """Returns " of N values" for a sum of N values; "" if unknown."""
-    inputs, outputs = (
-        [math.prod(values.shape) for values in finding.ranges[key]] for key in ("inputs", "outputs")
-    )
+    inputs = [math.prod(values.shape) for values in finding.ranges["inputs"]]
+    outputs = [math.prod(values.shape) for values in finding.ranges["outputs"]]
     is_known = inputs and outputs and outputs[0] and finding.op != "Cumsum"
     return f" of {inputs[0] // outputs[0]} values" if is_known else ""
 

@@ -377,12 +377,14 @@ def suggested_scale(unscaled: ExponentHistogram) -> float | None:
         top -= 1
     # Below this no value is in the normal range.
     bottom = NORMAL - max(unscaled.counts)
-    scales = range(min(bottom, top), top + 1)
-    in_range = {
-        k: sum(number for e, number in unscaled.counts.items() if e + k >= NORMAL) for k in scales
-    }
+    shifts = range(min(bottom, top), top + 1)
+
+    def in_normal_range(shift: int) -> int:
+        return sum(number for e, number in unscaled.counts.items() if e + shift >= NORMAL)
+
+    in_range = {shift: in_normal_range(shift) for shift in shifts}
     most = max(in_range.values())
-    best = [k for k in scales if in_range[k] == most]
+    best = [shift for shift in shifts if in_range[shift] == most]
     return 2.0 ** best[len(best) // 2]
 
 
