@@ -34,6 +34,11 @@ Graph: TypeAlias = Any  # A `tf.Graph`, also a `FuncGraph`.
 Op: TypeAlias = Any  # A `tf.Operation` in a graph.
 Trace: TypeAlias = Any  # A concrete function.
 Function: TypeAlias = Any  # A `tf.function`.
+ArgDef: TypeAlias = Any  # An argument or result in the signature of an op or a function.
+AttrValue: TypeAlias = Any  # The value of an attribute of a node.
+SavedModel: TypeAlias = Any  # The message in the file of a SavedModel.
+MetaGraphDef: TypeAlias = Any  # One graph of a SavedModel, with its signatures.
+SignatureDef: TypeAlias = Any  # A signature of one.
 
 # Callables.
 Method: TypeAlias = Callable[..., Any]  # A method of any signature, as a wrapper calls it.

@@ -1,7 +1,7 @@
 """`compare`: float32 against mixed precision, layer by layer.
 
-The model itself runs, not a clone: only its policies are replaced during a run. Every run starts
-from the same values of all variables, seeds included.
+The model itself runs, not a clone: only its policies are replaced during a run. Every run
+starts from the same values of all variables, seeds included.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tensorflow as tf
 import tfamp.diagnostics.model_runs as model_runs
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.foreign import advice
+from tfamp.core.kinds import Layer, Nest, Tensor
 from tfamp.core.options import checked_number
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
@@ -32,14 +33,16 @@ from tfamp.reports.tables import table_lines
 
 # Raised by a layer that cannot run in the low dtype on float32 inputs.
 _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
-# A container's own error is not explained by its sublayers if it is so many times their largest.
+# An error of a container is not explained by its sublayers if it is so many times their
+# largest: twice, as less may be rounding. A choice.
 _OWN_FACTOR = 2.0
-# Each tried list is a run of the model.
+# Each tried list is a run of the model, so this bounds the time of a search. A choice.
 _MOST_RUNS = 200
 
-# The list that a search found and the error with it; None without one.
-Found: TypeAlias = tuple[tuple[str, ...] | None, float | None]
-_Tensors: TypeAlias = list[np.ndarray[Any, Any]]
+# The list to keep in float32 and the error with it; None without one.
+KeptList: TypeAlias = tuple[tuple[str, ...] | None, float | None]
+_Tensors: TypeAlias = list[np.ndarray]
+_Call: TypeAlias = Callable[[], Nest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,10 @@ class ComparisonRow:
         kind: Class of the layer.
         dtype: The dtype it computes in, in the mixed run.
         relative_error: Largest difference of its outputs between the mixed and the float32 run,
-            over their largest float32 magnitude. It includes the errors of all layers before; inf
-            if a value is not finite but is in float32.
-        own_error: The same with this layer alone in the low dtype, on float32 inputs; None if it
-            computes in float32 or cannot run on these.
+            over their largest float32 magnitude. It includes the errors of all layers before;
+            inf if a value is not finite but is in float32.
+        own_error: The same with this layer alone in the low dtype, on float32 inputs; None if
+            it computes in float32 or cannot run on these.
         max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
@@ -91,11 +94,12 @@ class Comparison:
         dtype: The low dtype.
         rows: Its layers, in the order in which their calls ended.
         output_error: Relative error of the outputs in mixed precision.
-        bound: The given bound, or None.
-        keep_float32: The shortest list found of layers to keep in float32, with their sublayers,
-            that brings the output error under the bound. Empty if it is under the bound already or
-            no bound was given; None if no list brings it there.
-        proved_error: The output error of a run with these layers in float32; None without a list.
+        bound: The bound on the output error, or None.
+        keep_float32: The shortest list of layers to keep in float32, with their
+            sublayers, that brings the output error under the bound. Empty if it is under the
+            bound already or no bound was given; None if no list brings it there.
+        proved_error: The output error of a run with these layers in float32; None without a
+            list.
         noise: Relative error of a second run in float32: 0 unless the model is random. Errors
             below it mean nothing.
 
@@ -118,8 +122,8 @@ class Comparison:
     @property
     def worst(self) -> ComparisonRow | None:
         """The row with the largest own error, the first one of equals; None without any."""
-        own = [row for row in self.rows if row.own_error is not None]
-        return max(own, key=lambda row: row.own_error or 0.0, default=None)
+        rows = [row for row in self.rows if row.own_error is not None]
+        return max(rows, key=lambda row: row.own_error or 0.0, default=None)
 
     def to_text(self) -> str:
         """Returns a table with the largest errors first, and what to keep in float32."""
@@ -127,7 +131,7 @@ class Comparison:
         return "\n".join([*lines, "", *self._verdict()])
 
     def _ordered_cells(self) -> list[tuple[str, ...]]:
-        ordered = sorted(self.rows, key=lambda row: (-(row.own_error or 0.0), -row.relative_error))
+        ordered = sorted(self.rows, key=_largest_first)
         return [_cells(row) for row in ordered]
 
     def _repr_html_(self) -> str:
@@ -142,8 +146,8 @@ class Comparison:
             yield f"nothing of it computes in {self.dtype}: there was nothing to compare"
         if self.noise:
             yield (
-                f"two runs in float32 differ by {_number(self.noise)}: the model is random, and "
-                "smaller errors mean nothing"
+                f"two runs in float32 differ by {_number(self.noise)}: the model is random, "
+                "and smaller errors mean nothing"
             )
         if self.bound is None:
             return
@@ -163,18 +167,22 @@ class Comparison:
         for row, values in zip(self.rows, facts["rows"], strict=True):
             values["share_out_of_range"] = row.share_out_of_range
         # JSON has no inf and no NaN.
-        plain = json.loads(json.dumps(facts), parse_constant=lambda each: str(float(each)))
+        plain = json.loads(json.dumps(facts), parse_constant=lambda name: str(float(name)))
         return json.dumps(plain, indent=2)
 
 
 _HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
 
 
+def _largest_first(row: ComparisonRow) -> tuple[float, float]:
+    return -(row.own_error or 0.0), -row.relative_error
+
+
 def _cells(row: ComparisonRow) -> tuple[str, ...]:
-    own = "" if row.own_error is None else _number(row.own_error)
+    alone = "" if row.own_error is None else _number(row.own_error)
     shares = (f"{share:.1%}" if share else "0" for share in (row.overflow, row.underflow))
     error, largest = _number(row.relative_error), _number(row.max)
-    return (row.layer, row.kind, row.dtype, error, own, largest, *shares)
+    return (row.layer, row.kind, row.dtype, error, alone, largest, *shares)
 
 
 def _number(value: float) -> str:
@@ -184,12 +192,14 @@ def _number(value: float) -> str:
 def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None) -> Comparison:
     """Compares float32 with mixed precision, and finds the layers to keep in float32.
 
-    A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that compute
-    in float16 or bfloat16 already do so in `dtype`; in a float32 model, all do except those that a
-    `tfamp.Policy` keeps float32. Weights, policies, moving statistics and seeds are restored.
+    A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that
+    compute in float16 or bfloat16 already do so in `dtype`; in a float32 model, all do except
+    those that a `tfamp.Policy` keeps float32. Weights, policies, moving statistics and seeds
+    are restored.
 
-    With a bound, layers are kept in float32 in the order of their own errors until the output error
-    is under the bound; then each that is not needed is removed again. The returned list was run.
+    With a bound, layers are kept in float32 in the order of their own errors until the output
+    error is under the bound; then each that is not needed is removed again. The returned list
+    was run.
 
     Args:
         model: A Keras model or layer.
@@ -203,42 +213,45 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
 
     Raises:
         TypeError: `model` is not a model or a layer, or the bound is not a number.
-        ValueError: The dtype is wrong, the bound is negative, or no output is finite in float32.
+        ValueError: The dtype is wrong, the bound is negative, or no output is finite in
+            float32.
 
     Example:
         >>> dense = keras.layers.Dense
         >>> layers = [dense(4, kernel_initializer="ones", name="big"), dense(1, name="small")]
         >>> model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.ReLU()])
-        >>> found = compare(model, tf.constant([[3e5]]), dtype="float16", bound=0.01)
-        >>> found.worst.layer.rpartition("/")[2], found.worst.own_error
+        >>> result = compare(model, tf.constant([[3e5]]), dtype="float16", bound=0.01)
+        >>> result.worst.layer.rpartition("/")[2], result.worst.own_error
         ('big', inf)
-        >>> found.output_error
+        >>> result.output_error
         inf
-        >>> found.proved_error < 0.01
+        >>> result.proved_error < 0.01
         True
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(
-            f"compare takes a Keras model or layer; got {type(model).__name__}.{advice(model)} Put "
-            "the parts of a function into keras.layers.Layer subclasses, and these into a model."
+            "compare takes a Keras model or layer; got "
+            f"{type(model).__name__}.{advice(model)} Put the parts of a function into "
+            "keras.layers.Layer subclasses, and these into a model."
         )
     model_runs.check_batch(x)
-    own, name = model_runs.low_dtype_of(model), getattr(dtype, "name", dtype)
+    used, name = model_runs.low_dtype_of(model), getattr(dtype, "name", dtype)
     dtype = name.removeprefix("mixed_") if isinstance(name, str) else dtype
-    low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
+    low = used if dtype in (None, "auto") and used else low_dtype(dtype) or "bfloat16"
     if bound is not None:
         checked_number("bound", bound, low=0.0, high=math.inf)
     subject = _Subject(model, x, low)
-    if subject.outputs and not any(np.isfinite(_float64(x)).any() for x in subject.outputs):
+    finite = (np.isfinite(_float64(output)).any() for output in subject.outputs)
+    if subject.outputs and not any(finite):
         raise ValueError(
             "There is nothing to compare with: no output is finite in float32. Give x with at "
             "least one example, or start with tfamp.diagnostics.find_nonfinite."
         )
     rows, error = subject.rows()
-    found: Found = (), None
+    kept: KeptList = (), None
     if bound is not None:
-        found = search_list(subject.suspects(), subject.output_error, bound)
-    return Comparison(model.name, low, rows, error, bound, *found, subject.noise)
+        kept = search_list(subject.suspects(), subject.output_error, bound)
+    return Comparison(model.name, low, rows, error, bound, *kept, subject.noise)
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -248,7 +261,7 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
 class _Layer:
     """A layer with its outputs in the float32 run, call by call."""
 
-    layer: Any
+    layer: Layer
     calls: list[_Tensors]
     own_error: float | None = None
 
@@ -256,7 +269,7 @@ class _Layer:
 class _Subject:
     """A model with its float32 run, which other runs are compared with."""
 
-    def __init__(self, model: Any, x: Any, dtype: str) -> None:
+    def __init__(self, model: Layer, x: Nest, dtype: str) -> None:
         self._model, self._x, self._dtype = model, x, dtype
         if not model.built:
             model(x, training=False)
@@ -265,19 +278,21 @@ class _Subject:
             for layer, name in model_runs.policies_in(model, dtype)
             if policy_with(layer, "float32") is not None
         }
-        self._layers: dict[int, _Layer] = {}  # By `id`, in the order in which first calls ended.
+        # By `id`, in the order in which first calls ended.
+        self._layers: dict[int, _Layer] = {}
         self._is_alone = False
         with model_runs.computing_in(model, "float32"):
             self.outputs = self._run(self._compare_alone)
             self.noise = largest_error(self._run(), self.outputs)
 
-    def _compare_alone(self, layer: Any, call: Callable[[], Any]) -> Any:
+    def _compare_alone(self, layer: Layer, call: _Call) -> Nest:
         """Calls a layer, then once more in the low dtype on the same inputs."""
         value = call()
         if self._is_alone or not _has_row(layer):
             return value
-        found, tensors = self._layers.setdefault(id(layer), _Layer(layer, [])), _arrays(value)
-        found.calls.append(tensors)
+        tensors = _arrays(value)
+        observed = self._layers.setdefault(id(layer), _Layer(layer, []))
+        observed.calls.append(tensors)
         if tensors and (members := self._members(layer)):
             self._is_alone = True
             # Random layers must continue with the same numbers as in the other runs.
@@ -287,7 +302,7 @@ class _Subject:
                 model_runs.with_policies(members),
             ):
                 error = largest_error(_arrays(call()), tensors)
-                found.own_error = max(found.own_error or 0.0, error)
+                observed.own_error = max(observed.own_error or 0.0, error)
             self._is_alone = False
         return value
 
@@ -295,18 +310,19 @@ class _Subject:
         """Runs in mixed precision; returns the rows, in the order of the run, and the error."""
         mixed = defaultdict[int, list[_Tensors]](list)
 
-        def record(layer: Any, call: Callable[[], Any]) -> Any:
+        def record(layer: Layer, call: _Call) -> Nest:
             value = call()
             mixed[id(layer)].append(_arrays(value))
             return value
 
         with self._mixed(()):
             outputs = self._run(record)
-            rows = [self._row(each, mixed[key]) for key, each in self._layers.items()]
-        return tuple(row for row in rows if row is not None), largest_error(outputs, self.outputs)
+            rows = [self._row(observed, mixed[key]) for key, observed in self._layers.items()]
+        error = largest_error(outputs, self.outputs)
+        return tuple(row for row in rows if row is not None), error
 
     def output_error(self, kept: Collection[str]) -> float:
-        """Runs in mixed precision with the layers of some paths in float32; returns the error."""
+        """Runs in mixed precision with layers of some paths in float32; returns the error."""
         with self._mixed(kept):
             return largest_error(self._run(), self.outputs)
 
@@ -317,25 +333,27 @@ class _Subject:
         """
         scores: dict[int, float] = {}
         for layer in reversed(layers_of(self._model)):  # Sublayers before their container.
-            own = (self._layers[id(layer)].own_error or 0.0) if id(layer) in self._layers else 0.0
-            inner = [scores[id(each)] for each in layers_of(layer)[1:] if id(each) in scores]
-            explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
-            scores[id(layer)] = -1.0 / (1 + own) if explained else own
-        units = [x.layer for x in self._layers.values() if any(x.calls) and self._members(x.layer)]
+            observed = self._layers.get(id(layer))
+            alone = 0.0 if observed is None else observed.own_error or 0.0
+            inner = [scores[id(below)] for below in layers_of(layer)[1:] if id(below) in scores]
+            explained = bool(inner) and alone <= _OWN_FACTOR * max(inner)
+            scores[id(layer)] = -1.0 / (1 + alone) if explained else alone
+        called = (observed.layer for observed in self._layers.values() if any(observed.calls))
+        units = [layer for layer in called if self._members(layer)]
         units.sort(key=lambda layer: -scores[id(layer)])
         return list(dict.fromkeys(map(model_runs.layer_path, units)))
 
-    def _members(self, layer: Any) -> list[tuple[Any, str]]:
+    def _members(self, layer: Layer) -> list[tuple[Layer, str]]:
         """The layer and its sublayers, if they are low in a mixed run."""
-        return [self._low[id(each)] for each in layers_of(layer) if id(each) in self._low]
+        return [self._low[id(below)] for below in layers_of(layer) if id(below) in self._low]
 
     @contextlib.contextmanager
     def _mixed(self, kept: Collection[str]) -> Iterator[None]:
         """Mixed precision, but float32 for some layers and their sublayers."""
         layers = filter(_has_row, layers_of(self._model))
         named = [layer for layer in layers if model_runs.layer_path(layer) in kept]
-        float32 = {id(each) for layer in named for each in layers_of(layer)}
-        low = [each for key, each in self._low.items() if key not in float32]
+        float32 = {id(below) for layer in named for below in layers_of(layer)}
+        low = [policy for key, policy in self._low.items() if key not in float32]
         with model_runs.computing_in(self._model, "float32"), model_runs.with_policies(low):
             yield
 
@@ -344,29 +362,31 @@ class _Subject:
         with model_runs.unchanged(self._model.variables), model_runs.observing_layers(around):
             return _arrays(self._model(self._x, training=False))
 
-    def _row(self, found: _Layer, mixed: list[_Tensors]) -> ComparisonRow | None:
+    def _row(self, observed: _Layer, mixed: list[_Tensors]) -> ComparisonRow | None:
         """Returns a layer's row; None if no call returned as many tensors in both runs."""
-        pairs = [(a, b) for a, b in zip(mixed, found.calls, strict=False) if b and len(a) == len(b)]
+        calls = zip(mixed, observed.calls, strict=False)
+        pairs = [(low, exact) for low, exact in calls if exact and len(low) == len(exact)]
         if not pairs:
             return None
+        exact_tensors = [tensor for _, exact in pairs for tensor in exact]
         return ComparisonRow(
-            layer=model_runs.layer_path(found.layer),
-            kind=type(found.layer).__name__,
-            dtype=found.layer.compute_dtype,
+            layer=model_runs.layer_path(observed.layer),
+            kind=type(observed.layer).__name__,
+            dtype=observed.layer.compute_dtype,
             relative_error=max(largest_error(*pair) for pair in pairs),
-            own_error=found.own_error,
+            own_error=observed.own_error,
             calls=len(pairs),
-            **range_shares([each for _, tensors in pairs for each in tensors], self._dtype),
+            **range_shares(exact_tensors, self._dtype),
         )
 
 
-def _has_row(layer: Any) -> bool:
+def _has_row(layer: Layer) -> bool:
     only_holds = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
     return not only_holds and not isinstance(layer, keras.layers.InputLayer)
 
 
-def _arrays(value: Any) -> _Tensors:
-    """Returns the float tensors in a structure; none during tracing, when they have no values."""
+def _arrays(value: Nest) -> _Tensors:
+    """Returns the float tensors in a structure; none in a trace, where they have no values."""
     leaves = (leaf for leaf in keras.tree.flatten(value) if hasattr(leaf, "numpy"))
     arrays = map(np.asarray, map(keras.ops.convert_to_numpy, leaves))
     return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
@@ -375,7 +395,7 @@ def _arrays(value: Any) -> _Tensors:
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def relative_error(value: Any, reference: Any) -> float:
+def relative_error(value: Tensor, reference: Tensor) -> float:
     """Returns the largest difference over the largest magnitude, where the reference is finite.
 
     It is inf for another shape, and for a value that is not finite where the reference is.
@@ -394,17 +414,18 @@ def relative_error(value: Any, reference: Any) -> float:
     return difference / magnitude
 
 
-def largest_error(values: Sequence[Any], references: Sequence[Any]) -> float:
+def largest_error(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """Returns the largest relative error of several tensors; 0 for none."""
     if len(values) != len(references):
         return math.inf
     return max(map(relative_error, values, references), default=0.0)
 
 
-def range_shares(values: Sequence[Any], dtype: str) -> dict[str, Any]:
+def range_shares(values: Sequence[Tensor], dtype: str) -> dict[str, float]:
     """Returns the fields `max`, `overflow` and `underflow` of a `ComparisonRow`."""
     limits = float_format(dtype)
-    size = np.concatenate([np.zeros(0), *(np.abs(_float64(value)).ravel() for value in values)])
+    sizes = (np.abs(_float64(value)).ravel() for value in values)
+    size = np.concatenate([np.zeros(0), *sizes])
     count = max(size.size, 1)
     finite = size[np.isfinite(size)]
     small = (finite > 0) & (finite < limits.smallest_subnormal)
@@ -415,7 +436,7 @@ def range_shares(values: Sequence[Any], dtype: str) -> dict[str, Any]:
     }
 
 
-def _float64(value: Any) -> np.ndarray[Any, Any]:
+def _float64(value: Tensor) -> np.ndarray:
     return np.asarray(value).astype(np.float64)
 
 
@@ -424,12 +445,12 @@ def _float64(value: Any) -> np.ndarray[Any, Any]:
 
 def search_list(
     suspects: Sequence[str], error_of: Callable[[frozenset[str]], float], bound: float
-) -> Found:
+) -> KeptList:
     """Searches for a short list of names to keep in float32 whose error is at most a bound.
 
-    Twice as many suspects are kept each time until the error is low enough; then each that is not
-    needed is removed again. The list is minimal: without any one of its names the error is too
-    large, unless the number of runs ended the search. A last run with the list proves it.
+    Twice as many suspects are kept each time until the error is low enough; then each that is
+    not needed is removed again. The list is minimal: without any one of its names the error is
+    too large, unless the number of runs ended the search. A last run with the list proves it.
     """
     errors: dict[frozenset[str], float] = {}
 
@@ -446,7 +467,7 @@ def search_list(
         enough = 2 * enough or 1
     names = suspects[:enough]
     for name in reversed(names):
-        fewer = [each for each in names if each != name]
+        fewer = [other for other in names if other != name]
         if fewer and len(errors) < _MOST_RUNS and suffices(fewer):
             names = fewer
     # In a random model an earlier error may have been chance.

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -41,20 +40,20 @@ _REQUIREMENT = re.compile(r"^(nvidia-[\w-]+).*?>=\s*([\d.]+)")
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """Native dtypes of a machine, its policy "auto" and its profile; `tfamp doctor` prints them.
+    """Native dtypes of a machine, policy "auto" and its profile; `tfamp doctor` prints them.
 
     Attributes:
-        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
-            versions TensorFlow was built for, if it was.
+        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" ->
+            the versions TensorFlow was built for, if it was.
         hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
         policy: The policy that "auto" resolves to.
         reason: The reason for that policy.
         profile: Speeds of the machine in each dtype, from which a rewrite estimates costs.
-        profile_source: Source of the profile, for people: the built-in table, a file, the cache, or
-            a new measurement.
+        profile_source: Source of the profile, for people: the built-in table, a file, the
+            cache, or a new measurement.
         problems: Settings with which parts of tfamp do not work.
-        known_issues: Versions, settings and devices that are known to fail or to be slow; each a
-            `KnownIssue` with reason, advice and source.
+        known_issues: Versions, settings and devices that are known to fail or to be slow; each
+            a `KnownIssue` with reason, advice and source.
 
     Example:
         >>> report = device_report()
@@ -102,13 +101,15 @@ class DeviceReport:
             capability = ".".join(map(str, gpu.capability or ("unknown",)))
             rows += [("GPU", f"{gpu.name}, compute capability {capability}")]
         if weakest := machine.weakest_gpu:
-            rows += _native("GPU", **{dtype: dtype in weakest.native for dtype in LOW_PRECISION})
+            native = {dtype: dtype in weakest.native for dtype in LOW_PRECISION}
+            rows += _native("GPU", **native)
         else:
             rows += [("GPU", "none")]
         rows += [("TPU", "yes" if machine.tpu else "none")]
         rows += [("policy auto", self.policy), ("because", self.reason)]
         rows += [("profile", profile.name), ("from", self.profile_source)]
-        rows += [("speed", "".join(f"{dtype:>10}" for dtype in LOW_PRECISION) + "  over float32's")]
+        heads = "".join(f"{dtype:>10}" for dtype in LOW_PRECISION)
+        rows += [("speed", f"{heads}  over float32's")]
         for kind in KINDS:
             speeds = profile.peaks[kind]
             ratios = (speeds[dtype] / speeds["float32"] for dtype in LOW_PRECISION)
@@ -123,7 +124,10 @@ class DeviceReport:
 
 
 def _native(kind: str, **native: bool) -> list[tuple[str, str]]:
-    return [(f"{kind} {dtype}", "native" if native[dtype] else "not native") for dtype in native]
+    return [
+        (f"{kind} {dtype}", "native" if is_native else "not native")
+        for dtype, is_native in native.items()
+    ]
 
 
 def device_report() -> DeviceReport:
@@ -143,7 +147,7 @@ def device_report() -> DeviceReport:
         tfamp ...
     """
     hardware.warn_of_unknown_variables()
-    found = hardware.detect()
+    machine = hardware.detect()
     build = tf.sysconfig.get_build_info()
     versions = {
         "tfamp": tfamp.__version__,
@@ -153,16 +157,16 @@ def device_report() -> DeviceReport:
         **{library: build.get(f"{library}_version") for library in ("cuda", "cudnn")},
     }
     profile, source = hardware.find_profile()
-    policy, reason = hardware.automatic_policy(found)
+    policy, reason = hardware.automatic_policy(machine)
     speed = _speed_of(policy.removeprefix("mixed_"), profile)
-    environment = dataclasses.replace(read_environment(found), speed_of_auto=speed)
+    environment = dataclasses.replace(read_environment(machine), speed_of_auto=speed)
     wrong_backend = (
         f"Keras runs on the {keras.backend.backend()} backend, where policies and "
         "LossScaleOptimizer work, and autocast, rewrite and GradScaler do not. "
     )
     return DeviceReport(
         versions={name: str(version) for name, version in versions.items() if version},
-        hardware=found,
+        hardware=machine,
         policy=policy,
         reason=reason,
         profile=profile,
@@ -212,9 +216,10 @@ class Environment:
         nvidia_driver: Whether a driver for NVIDIA GPUs is installed.
         tensor_float_32: Whether float32 matmuls may use TensorFloat-32.
         nhwc_batch_norm: Whether cuDNN may normalize NHWC tensors in training as they are.
-        speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by the
-            machine profile; None if that policy is float32.
-        inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such dtypes.
+        speed_of_auto: The speed of matmuls in the dtype of the policy "auto" over float32's, by
+            the machine profile; None if that policy is float32.
+        inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such
+            dtypes.
     """
 
     hardware: hardware.Hardware
@@ -229,11 +234,11 @@ class Environment:
     inexact_ops: tuple[str, ...] = ()
 
 
-def read_environment(found: hardware.Hardware) -> Environment:
+def read_environment(machine: hardware.Hardware) -> Environment:
     """Reads the settings and libraries of this process."""
     build = tf.sysconfig.get_build_info()
     return Environment(
-        hardware=found,
+        hardware=machine,
         onednn=uses_onednn(),
         cuda_build=bool(build.get("is_cuda_build")),
         kernels=tuple(build.get("cuda_compute_capabilities") or ()),
@@ -241,12 +246,12 @@ def read_environment(found: hardware.Hardware) -> Environment:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         tensor_float_32=tf.config.experimental.tensor_float_32_execution_enabled(),
         nhwc_batch_norm=os.environ.get(_PERSISTENT, "0").lower() not in ("0", "false"),
-        inexact_ops=tuple(UNMENDABLE) if found.gpus or found.cpu_bfloat16 else (),
+        inexact_ops=tuple(UNMENDABLE) if machine.gpus or machine.cpu_bfloat16 else (),
     )
 
 
 def old_libraries(installed: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the NVIDIA packages older than TensorFlow requires; `installed` returns versions."""
+    """Returns the NVIDIA packages older than TensorFlow requires, by `installed` versions."""
     old, not_installed = [], contextlib.suppress(importlib.metadata.PackageNotFoundError)
     with not_installed:  # The package tensorflow, where tensorflow-cpu is installed.
         for match in map(_REQUIREMENT.match, importlib.metadata.requires("tensorflow") or ()):
@@ -259,9 +264,9 @@ def old_libraries(installed: Callable[[str], str]) -> tuple[str, ...]:
 def known_issues(environment: Environment) -> tuple[KnownIssue, ...]:
     """Returns the known issues of an environment; a pure function."""
     return tuple(
-        KnownIssue(name, text.format(found), advice, source)
+        KnownIssue(name, text.format(detail), advice, source)
         for name, (rule, text, advice, source) in RULES.items()
-        if (found := rule(environment))
+        if (detail := rule(environment))
     )
 
 
@@ -269,7 +274,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def _gpu(e: Environment, has_issue: Callable[[hardware.Gpu], Any]) -> str | None:
+def _gpu(e: Environment, has_issue: Callable[[hardware.Gpu], object]) -> str | None:
     """Returns the name of the first GPU with an issue."""
     return next((gpu.name for gpu in e.hardware.gpus if has_issue(gpu)), None)
 
@@ -281,23 +286,23 @@ def _without_machine_code(e: Environment) -> str | None:
             major, minor = gpu.capability
             # Machine code runs on the same major and a later minor version. PTX of exactly this
             # version is compiled once.
-            found = (re.match(rf"sm_{major}(\d)\D*$", kernel) for kernel in e.kernels)
-            runs = any(int(match[1]) <= minor for match in found if match)
+            same_major = (re.match(rf"sm_{major}(\d)\D*$", kernel) for kernel in e.kernels)
+            runs = any(int(match[1]) <= minor for match in same_major if match)
             if not runs and f"compute_{major}{minor}" not in e.kernels:
                 capability = f"{gpu.name} has compute capability {major}.{minor}"
                 return f"{capability} and TensorFlow was built for {', '.join(e.kernels)}"
     return None
 
 
-# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new issue
-# needs a source and a test case.
-RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
+def _why_not_seen(e: Environment) -> str:
+    return "its CUDA libraries did not load" if e.cuda_build else "it was built without CUDA"
+
+
+# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new
+# issue needs a source and a test case.
+RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
     "gpu-not-seen": (
-        lambda e: (
-            e.nvidia_driver
-            and not e.hardware.gpus
-            and ("its CUDA libraries did not load" if e.cuda_build else "it was built without CUDA")
-        ),
+        lambda e: e.nvidia_driver and not e.hardware.gpus and _why_not_seen(e),
         "An NVIDIA driver is installed but TensorFlow sees no GPU: {0}, or GPUs are hidden.",
         "Install with `pip install tensorflow[and-cuda]`, and look at CUDA_VISIBLE_DEVICES.",
         _PIP,
@@ -305,8 +310,8 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     "old-cuda-libraries": (
         lambda e: e.hardware.gpus and ", ".join(e.old_libraries),
         "Older than this TensorFlow was built for: {0}.",
-        "Reinstall with `pip install -U tensorflow[and-cuda]`; another package may have required "
-        "older ones.",
+        "Reinstall with `pip install -U tensorflow[and-cuda]`; another package may have "
+        "required older ones.",
         f"{_ISSUES}/60913",
     ),
     "no-tensor-cores": (
@@ -323,10 +328,10 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "float16-sums": (
         lambda e: _gpu(e, lambda gpu: gpu.native == ("float16",)),
-        "On {0} TensorFlow sums float16 tensors in float16: keras.ops.sum overflows from 65520 on "
-        "and rounds at every addition. Means have a float32 accumulator.",
-        "Rewrites, autocast and the layers of a policy sum in float32. Cast to float32 before sums "
-        "outside of these.",
+        "On {0} TensorFlow sums float16 tensors in float16: keras.ops.sum overflows from "
+        "65520 on and rounds at every addition. Means have a float32 accumulator.",
+        "Rewrites, autocast and the layers of a policy sum in float32. Cast to float32 before "
+        "sums outside of these.",
         f"{_KERNELS}/reduction_gpu_kernels.cu.h",
     ),
     "batch-norm-transposes": (
@@ -338,8 +343,8 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "tensor-float-32": (
         lambda e: e.tensor_float_32 and _gpu(e, lambda gpu: "bfloat16" in gpu.native),
-        "On {0} float32 matmuls and convolutions run in TensorFloat-32 on Tensor Cores already: "
-        "low precision gains less over that than over full float32.",
+        "On {0} float32 matmuls and convolutions run in TensorFloat-32 on Tensor Cores "
+        "already: low precision gains less over that than over full float32.",
         "Nothing to repair: compare after tf.config.experimental."
         "enable_tensor_float_32_execution(False) to see the gain over full float32.",
         "https://www.tensorflow.org/guide/mixed_precision",
@@ -351,10 +356,10 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
             and e.speed_of_auto < 1
             and f"{e.speed_of_auto:.2g}"
         ),
-        'In the dtype of the policy "auto" matmuls are {0} times as fast as in float32 here, so '
-        "layers under it are slower. An Intel Xeon with AVX512-BF16 and without AMX was so.",
-        'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" convert '
-        "only what this machine runs faster, and tfamp.tune measures it.",
+        'In the dtype of the policy "auto" matmuls are {0} times as fast as in float32 here, '
+        "so layers under it are slower. An Intel Xeon with AVX512-BF16 and without AMX was so.",
+        'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" '
+        "convert only what this machine runs faster, and tfamp.tune measures it.",
         f"{_PAGES}/benchmarks.md",
     ),
     "sums-in-low-variables": (
@@ -366,8 +371,9 @@ RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,
-        "TensorFlow does not use oneDNN's kernels: TF_ENABLE_ONEDNN_OPTS=0, or the default of CPUs "
-        "without AVX512-VNNI and AMX. This can slow float32, and slows bfloat16 on AVX512.",
+        "TensorFlow does not use oneDNN's kernels: TF_ENABLE_ONEDNN_OPTS=0, or the default of "
+        "CPUs without AVX512-VNNI and AMX. This can slow float32, and slows bfloat16 on "
+        "AVX512.",
         "Set TF_ENABLE_ONEDNN_OPTS=1 before Python starts, and compare times.",
         "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/util/port.cc",
     ),

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, SavedModelError
+from tfamp.core.kinds import Model, Nest
 from tfamp.diagnostics.model_runs import computing_in
 from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
@@ -25,9 +26,18 @@ from tfamp.rewriting.function import rewrite
 from tfamp.rewriting.saved_model import inspect_saved_model
 
 # Keras raises these for a damaged archive or an unusable configuration.
-_KERAS_ERRORS = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError, BadZipFile)
+_KERAS_ERRORS = (
+    AttributeError,
+    ImportError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    BadZipFile,
+)
 _HOW_TO_MEASURE = (
-    "tfamp.tune(step, x, y) compares a step's times in float32 and low precision; for a compiled "
+    "tfamp.tune(step, x, y) compares a step's times in float32 and low precision; for a "
+    "compiled "
     'model prepare(model, level="auto", example_batch=(x, y)) does so.'
 )
 
@@ -62,12 +72,14 @@ class ModelReport:
     @property
     def float32_ops(self) -> tuple[KeptOps, ...]:
         """Ops that take time and stay float32, in order of falling estimated time."""
-        found: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
         for node in self.plan.nodes:
             if node.dtype != self.plan.dtype and node.op not in FREE_OPS:
-                found[node.op, node.reason.rule].append(node)
-        rows = sorted(found.values(), key=lambda row: -sum(node.cost or 0.0 for node in row))
-        return tuple(KeptOps(row[0].op, len(row), row[0].reason.text) for row in rows)
+                groups[node.op, node.reason.rule].append(node)
+        groups_by_time = sorted(groups.values(), key=_time_of, reverse=True)
+        return tuple(
+            KeptOps(group[0].op, len(group), group[0].reason.text) for group in groups_by_time
+        )
 
     def to_text(self) -> str:
         """Returns the report as lines for people."""
@@ -76,14 +88,20 @@ class ModelReport:
         facts = [("model", self.source), ("plan", f"{low}, {totals.casts} Casts")]
         kept = [f"  {row.nodes:4d} {row.op}: {row.reason}" for row in self.float32_ops]
         heading = ["", "stays float32"] if kept else []
-        return "\n".join([*table_lines([*facts, ("measure", _HOW_TO_MEASURE)]), *heading, *kept])
+        lines = table_lines([*facts, ("measure", _HOW_TO_MEASURE)])
+        return "\n".join([*lines, *heading, *kept])
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""
         summary = dataclasses.asdict(self.plan.summary)
         kept = [row._asdict() for row in self.float32_ops]
-        facts = {"source": self.source, "dtype": self.plan.dtype, **summary, "float32_ops": kept}
+        facts = {"source": self.source, "dtype": self.plan.dtype, **summary}
+        facts["float32_ops"] = kept
         return json.dumps(facts, indent=2)
+
+
+def _time_of(nodes: Sequence[NodePlan]) -> float:
+    return sum(node.cost or 0.0 for node in nodes)
 
 
 def model_report(
@@ -111,7 +129,7 @@ def model_report(
 
     Example:
         >>> report = model_report(lambda x: x @ x, dtype="bfloat16", example_args=[tf.eye(8)])
-        >>> [(each.op, each.nodes) for each in report.float32_ops]
+        >>> [(row.op, row.nodes) for row in report.float32_ops]
         []
     """
     low, model = low_dtype(dtype) or "bfloat16", path_or_model
@@ -125,8 +143,8 @@ def model_report(
             model = _loaded(Path(model))
         if not callable(model):
             raise TypeError(
-                "model_report takes the path of a SavedModel or a .keras file, a Keras model or a "
-                f"function; got {type(model).__name__}."
+                "model_report takes the path of a SavedModel or a .keras file, a Keras model "
+                f"or a function; got {type(model).__name__}."
             )
         args = _inputs(model) if example_args is None else tuple(example_args)
         if not isinstance(model, keras.Model):
@@ -136,23 +154,23 @@ def model_report(
     return ModelReport(os.fspath(name), plan)
 
 
-def _inputs(model: Any) -> tuple[Any, ...]:
+def _inputs(model: Model) -> tuple[Nest, ...]:
     """Specs of the arguments of a Keras model."""
     if isinstance(model, keras.Model) and (tensors := getattr(model, "inputs", None)):
         # A Sequential takes one.
         structure = tensors[0] if isinstance(model, keras.Sequential) else model.input
         return (tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), structure),)
     raise ValueError(
-        f"The shapes of the inputs of {model!r} are unknown: give example_args=(x,), the arguments "
-        "of a call."
+        f"The shapes of the inputs of {model!r} are unknown: give example_args=(x,), the "
+        "arguments of a call."
     )
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path) -> Model:
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
-            f"{path} cannot be loaded: {str(error).rstrip('.')}. Load a model with code of its own "
-            "in Python and give model_report the model."
+            f"{path} cannot be loaded: {str(error).rstrip('.')}. Load a model with code of "
+            "its own in Python and give model_report the model."
         ) from error

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.foreign import described
+from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.step_statistics import SHARES, Sample, StepStatistics, make_record
+from tfamp.diagnostics.step_statistics import SHARES, Record, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for
 from tfamp.interop.patching import wrap_method
@@ -31,22 +32,33 @@ from tfamp.training.gradients import Gradients, on_every_replica, outside_the_gr
 
 # The shares that show whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")
-# Number of steps before a record whose loss scales are kept, at 16 bytes each on the device.
+# Number of steps before a record whose loss scales are kept, at 16 bytes each on the device:
+# 1.6 MB, a choice.
 _MOST_REMEMBERED = 100_000
-_HEADS = ("gradients of", "zeros", "<2^-24", "<2^-14", ">65504", "unscaled <2^-24", "unscaled size")
+_HEADS = (
+    "gradients of",
+    "zeros",
+    "<2^-24",
+    "<2^-14",
+    ">65504",
+    "unscaled <2^-24",
+    "unscaled size",
+)
+# Rows of the text of a record, so that it fits a screen, a choice; the worst come first.
 _MOST_ROWS = 12
 
-# Called with gradients, variables, the divisor that the gradients still have to be divided by, and
-# whether all are finite; None where the optimizer does not skip steps.
-Observer: TypeAlias = Callable[[list[Any], list[Any], Any, Any], None]
+# Called with gradients, variables, the divisor that the gradients still have to be divided by,
+# and whether all are finite; None where the optimizer does not skip steps.
+Observer: TypeAlias = Callable[[list[Tensor], list[Variable], Tensor, Tensor], None]
 
 
 class NumericsMonitor(keras.callbacks.Callback):
-    """Records loss scale, skipped steps and gradient magnitudes; shows if float16's range suffices.
+    """Records loss scale, skipped steps and sizes of gradients; shows if float16's range suffices.
 
     As a callback of `model.fit` it observes the gradients that the optimizer applies, with any
-    Keras optimizer, also under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
-    steps per execution. In a custom loop call `record` in the step and `advance` after it.
+    Keras optimizer, also under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and
+    several steps per execution. In a custom loop call `record` in the step and `advance` after
+    it.
 
     Every `every` steps the gradients of one step are counted by binary exponent, on the device.
     Between records the host does not wait for the device, except to read one number every
@@ -55,23 +67,24 @@ class NumericsMonitor(keras.callbacks.Callback):
     `history` is a list with one dict per record:
 
     - "step": the step whose gradients were counted, from 1. "loss_scale": its loss scale, 1.0
-      without. "suggested_scale": the power of two that would have put the most gradient values in
-      float16's normal range and none over 65504; None if all are zero.
+      without. "suggested_scale": the power of two that would have put the most gradient values
+      in float16's normal range and none over 65504; None if all are zero.
     - "skipped_steps", "consecutive_skipped_steps": their numbers when the record was made.
-      "skipped": the steps skipped since the last record. "loss_scales": pairs of a step since the
-      last record and the loss scale from this step on.
+      "skipped": the steps skipped since the last record. "loss_scales": pairs of a step since
+      the last record and the loss scale from this step on.
     - "first_nonfinite": the first variable with an inf or NaN in its gradient, or None.
     - "variables": for each variable, "exponents" (e -> number of gradient values with
-      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros" (share
-      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of the nonzero
-      values "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward
-      pass. "unscaled" has the same three without it. Values that float16 flushed are zeros.
+      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros"
+      (share of them), "nonfinite" (number), "largest" (without loss scale), and as shares of
+      the nonzero values "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in
+      the backward pass. "unscaled" has the same three without it. Values that float16 flushed
+      are zeros.
     - "gradients": the same for all variables together.
 
-    In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
-    and from the last record "suggested_scale" and the shares "gradients_under_2**-14" and
-    "gradients_over_65504", NaN before the first: `History`, `CSVLogger`, `TensorBoard` and others
-    record them. A metric of one of these names takes precedence.
+    In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its
+    end, and from the last record "suggested_scale" and the shares "gradients_under_2**-14" and
+    "gradients_over_65504", NaN before the first: `History`, `CSVLogger`, `TensorBoard` and
+    others record them. A metric of one of these names takes precedence.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -84,7 +97,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             steps in a row; None never stops it.
 
     Raises:
-        ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a directory.
+        ValueError: `every` or `max_consecutive_skips` is less than 1, or `jsonl` is a
+            directory.
         TypeError: One of them is not an integer.
         OSError: The folder of `jsonl` cannot be created.
         tf.errors.OpError: No event file can be created in the folder `tensorboard`.
@@ -115,7 +129,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
         self._again: Callable[[], NumericsMonitor] = lambda: type(self)(
-            every, jsonl=jsonl, tensorboard=tensorboard, max_consecutive_skips=max_consecutive_skips
+            every,
+            jsonl=jsonl,
+            tensorboard=tensorboard,
+            max_consecutive_skips=max_consecutive_skips,
         )
         # fspath refuses numbers, which `open` would take for file descriptors.
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
@@ -123,9 +140,9 @@ class NumericsMonitor(keras.callbacks.Callback):
             raise ValueError(f"jsonl must be a file to append to; {self._jsonl} is a directory.")
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
-        self._events = (
-            None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
-        )
+        self._events = None
+        if tensorboard is not None:
+            self._events = tf.summary.create_file_writer(os.fspath(tensorboard))
         self._statistics: StepStatistics | None = None
         self._scaling: Scaling = scaling_of(None)
         self._watching = contextlib.ExitStack()
@@ -135,7 +152,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._pending = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NumericsMonitor:
-        """Returns a monitor with the same arguments: tuners copy their callbacks for each model."""
+        """Returns a monitor with the same arguments: tuners copy callbacks for each model."""
         return self._again()
 
     # Training with model.fit.
@@ -185,26 +202,26 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         """Observes the gradients of one step of a custom loop, before they are applied.
 
-        Call it once a step, in eager mode or in a `tf.function`, also in `strategy.run`, and call
-        `advance` from plain Python after each step; in eager mode `record` calls it.
+        Call it once a step, in eager mode or in a `tf.function`, also in `strategy.run`, and
+        call `advance` from plain Python after each step; in eager mode `record` calls it.
 
         Args:
-            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
-                or, without `variables`, pairs of gradient and variable.
+            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns
+                them; or, without `variables`, pairs of gradient and variable.
             variables: The variables they belong to, in the same order.
             optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
-                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
-                the only loss scale is `loss_scale`.
+                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer.
+                None: the only loss scale is `loss_scale`.
             loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
             unscaled: Whether the gradients have been divided by the loss scale already.
-            finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.
-                Needed only if the optimizer does not count skipped steps itself, as a
+            finite: Whether this step is applied, scalar bool, such as `GradScaler.step`
+                returns. Needed only if the optimizer does not count skipped steps itself, as a
                 `tfamp.LossScaleOptimizer` does; None: it is applied.
             step: Number of this step, from 1, scalar. None: one more than the last.
 
         Raises:
-            ValueError: The gradients do not fit the variables, or the variables differ from those
-                of the first call.
+            ValueError: The gradients do not fit the variables, or the variables differ from
+                those of the first call.
             TypeError: A gradient is not a float tensor, or `optimizer` is of another class.
         """
         if variables is None:
@@ -223,7 +240,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             self.advance()
 
     def advance(self, steps: int = 1) -> None:
-        """Counts steps; if it is time, reads from the device, makes a record, may stop the loop.
+        """Counts steps; if it is time, reads from the device, makes a record, may stop a loop.
 
         Call it outside any `tf.function`.
 
@@ -247,7 +264,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         # The variables with the largest share below the normal range come first.
         variables = sorted(record["variables"].items(), key=lambda item: -item[1][SHARES[1]])
         rows = [_row("all variables", record["gradients"])]
-        rows += [_row(*each) for each in variables[:_MOST_ROWS]]
+        rows += [_row(name, described) for name, described in variables[:_MOST_ROWS]]
         if rest := variables[_MOST_ROWS:]:
             rows.append((f"and {len(rest)} others", *[""] * (len(_HEADS) - 1)))
         lines = [
@@ -273,7 +290,12 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._plan_next_look(0)
 
     def _observe(
-        self, grads: list[Any], variables: list[Any], divisor: Any, finite: Any, scale: Any = None
+        self,
+        grads: list[Tensor],
+        variables: list[Variable],
+        divisor: Tensor | None,
+        finite: Tensor | None,
+        scale: Tensor | None = None,
     ) -> None:
         statistics = self._statistics
         if statistics is None:
@@ -281,11 +303,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         skips = self._scaling.skips
         if skips is None:
             finite = tf.constant(True) if finite is None else tf.convert_to_tensor(finite)
-            before, faulty = statistics.own_skips(finite), tf.logical_not(finite)
+            before, faulty = statistics.count_skip(finite), tf.logical_not(finite)
         else:
             before, in_a_row = skips()
-            # Whether this step will be skipped is not known yet: the gradients of a step after a
-            # skipped one are sampled.
+            # Whether this step will be skipped is not known yet: the gradients of a step after
+            # a skipped one are sampled.
             faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
             if finite is None and self.max_consecutive_skips == 1:
                 faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
@@ -315,7 +337,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._plan_next_look(consecutive)
 
     def _figures(self) -> dict[str, float]:
-        """Returns the logs of an epoch, always with the same keys: loggers fix them at the first.
+        """Returns the logs of an epoch, always with the same keys: loggers keep the first ones.
 
         Reads from the device what the last steps of the epoch left, if it is time.
         """
@@ -344,7 +366,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
 
     def _add_record(self, statistics: StepStatistics, sample: Sample, skips: Sequence[int]) -> None:
-        names = _distinct([gradient_lib.variable_name(v) for v in statistics.variables])
+        variables = map(gradient_lib.variable_name, statistics.variables)
+        names = _distinct(list(variables))
         past = statistics.past(self._reported + 1, self._taken)
         record = make_record(sample, names, past, skips)
         self._reported = self._taken
@@ -360,18 +383,19 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _why_stopped(self, consecutive: int) -> str:
         record = self.history[-1] if self.history else {"variables": {}}
-        bad = [name for name, each in record["variables"].items() if each["nonfinite"]]
+        variables = record["variables"].items()
+        bad = [name for name, described in variables if described["nonfinite"]]
         where = "no record of them names a variable: every=1 records each step"
         if bad:
             where = (
-                f"at step {record['step']} the first bad variable was {bad[0]}, of {len(bad)} in "
-                f"all; the backward pass comes to {bad[-1]} first"
+                f"at step {record['step']} the first bad variable was {bad[0]}, of {len(bad)} "
+                f"in all; the backward pass comes to {bad[-1]} first"
             )
         return (
-            f"{consecutive} steps in a row were skipped because gradients were not finite; {where}."
-            " No weight has changed in these steps, and lowering the loss scale has not helped: "
-            "find the cause with tfamp.diagnostics.find_nonfinite, lower the learning rate, or use "
-            "bfloat16."
+            f"{consecutive} steps in a row were skipped because gradients were not finite; "
+            f"{where}. No weight has changed in these steps, and lowering the loss scale has "
+            "not helped: find the cause with tfamp.diagnostics.find_nonfinite, lower the "
+            "learning rate, or use bfloat16."
         )
 
 
@@ -386,25 +410,28 @@ def _scale_text(scale: float | None) -> str:
     return f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
 
 
-def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(name: str, described: Record) -> tuple[str, ...]:
     exponents = described["exponents"]
     span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
-    shares = [described[key] for key in ("zeros", *SHARES)] + [described["unscaled"][SHARES[0]]]
+    shares = [described[key] for key in ("zeros", *SHARES)]
+    shares.append(described["unscaled"][SHARES[0]])
     return (name, *(f"{share:.1%}" for share in shares), span)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """Appends "#2", "#3" and so on to the second, third and later occurrence of a name."""
     before = [names[:i].count(name) for i, name in enumerate(names)]
-    return [f"{name}#{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
+    numbered = zip(names, before, strict=True)
+    return [f"{name}#{count + 1}" if count else name for name, count in numbered]
 
 
 # ---- Files --------------------------------------------------------------------------------------
 
 
-def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
+def _write_events(writer: tf.summary.SummaryWriter, record: Record) -> None:
     """Writes a record as scalars and histograms, and flushes the file."""
-    scalars = {name: record[name] for name in ("loss_scale", "suggested_scale", "skipped_steps")}
+    keys = ("loss_scale", "suggested_scale", "skipped_steps")
+    scalars = {name: record[name] for name in keys}
     scalars |= {f"gradients/{name}": record["gradients"][name] for name in (*SHARES, "zeros")}
     with writer.as_default(step=record["step"]), tf.summary.record_if(True):
         for name, value in scalars.items():
@@ -412,16 +439,19 @@ def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
                 # Like tf.summary.scalar, which needs the package tensorboard.
                 _write("scalars", 1, name, np.float32(value))
         for name, described in record["variables"].items():
-            # tf.summary.histogram computes its own bins from values; these are bins already: left
-            # edge, right edge, number.
+            # tf.summary.histogram computes its own bins from values; these are bins already:
+            # left edge, right edge, number.
             if counts := described["exponents"]:
                 exponents = range(min(counts), max(counts) + 1)
-                bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
+                bins = np.array(
+                    [(low, low + 1, counts.get(low, 0)) for low in exponents],
+                    "float64",
+                )
                 _write("histograms", 2, f"variables/{name}", bins)
     writer.flush()
 
 
-def _write(plugin: str, data_class: int, tag: str, value: Any) -> None:
+def _write(plugin: str, data_class: int, tag: str, value: np.ndarray) -> None:
     metadata = tf.compat.v1.SummaryMetadata(data_class=data_class)
     metadata.plugin_data.plugin_name = plugin
     tf.summary.write(f"numerics/{tag}", value, metadata=metadata)
@@ -436,23 +466,23 @@ class Scaling:
 
     Attributes:
         scale: Returns the scale as a tensor or number.
-        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None if the
-            optimizer does not count them.
+        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None if
+            the optimizer does not count them.
         steps: Returns the number of steps taken so far, including skipped ones.
     """
 
-    scale: Callable[[], Any] = lambda: 1.0
-    skips: Callable[[], tuple[Any, Any]] | None = None
+    scale: Callable[[], Tensor] = lambda: 1.0
+    skips: Callable[[], tuple[Tensor, Tensor]] | None = None
     steps: Callable[[], int] = lambda: 0
 
 
-def scaling_of(optimizer: Any) -> Scaling:
+def scaling_of(optimizer: Optimizer | GradScaler | GradientAccumulator | None) -> Scaling:
     """Returns how an optimizer scales losses.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
-            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales like its optimizer, or
-            None for no scaling.
+            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales like its optimizer,
+            or None for no scaling.
 
     Raises:
         TypeError: It is of another class.
@@ -472,12 +502,12 @@ def scaling_of(optimizer: Any) -> Scaling:
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return Scaling(lambda: _keras_scale(optimizer), None, lambda: _iterations(optimizer))
     raise TypeError(
-        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer, a tfamp.GradScaler or a "
-        f"tfamp.GradientAccumulator; got {described(optimizer)}"
+        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer, a tfamp.GradScaler "
+        f"or a tfamp.GradientAccumulator; got {described(optimizer)}"
     )
 
 
-def _keras_scale(optimizer: keras.optimizers.Optimizer) -> Any:
+def _keras_scale(optimizer: keras.optimizers.Optimizer) -> Tensor:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return as_tensor(optimizer.dynamic_scale) if optimizer.built else 1.0
     return optimizer.loss_scale_factor or 1.0
@@ -487,7 +517,7 @@ def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
     return int(as_tensor(optimizer.iterations))
 
 
-def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
+def watch_optimizer(optimizer: Optimizer, observer: Observer) -> Callable[[], None]:
     """Calls an observer with all gradients that an optimizer applies.
 
     Functions traced before have to be traced again.
@@ -503,16 +533,25 @@ def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
         optimizer.gradient_observers += (observer,)
 
         def drop() -> None:
-            others = (each for each in optimizer.gradient_observers if each is not observer)
+            observers = optimizer.gradient_observers
+            others = (other for other in observers if other is not observer)
             optimizer.gradient_observers = tuple(others)
 
         return drop
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
     @as_written
-    def apply(original: Any, grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
-        grads, given = list(grads), trainable_variables
-        variables = built_for(optimizer) if given is None else list(given)
+    def apply(
+        original: Callable[..., Any],
+        grads: Iterable[Tensor],
+        trainable_variables: Iterable[Variable] | None = None,
+        **options: Any,
+    ) -> Any:
+        grads = list(grads)
+        if trainable_variables is None:
+            variables = built_for(optimizer)
+        else:
+            variables = list(trainable_variables)
         if variables and not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
         if variables:

@@ -1,10 +1,11 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-The step is traced. Data, loss scale and variables are checked first, then it runs in its low dtype
-and in float32, and all float tensors are observed. A tensor is *bad* if it has an infinity or a
-NaN. The report names the first op on the way to a bad result that made a bad tensor from finite
-inputs. An infinite constant alone is not a fault: masks are made of these, and softmax returns
-finite values for them. It is the cause if it leads to a NaN or to a bad result.
+The step is traced. Data, loss scale and variables are checked first, then it runs in its low
+dtype and in float32, and all float tensors are observed. A tensor is *bad* if it has an
+infinity or a NaN. The report names the first op on the way to a bad result that made a bad
+tensor from finite inputs. An infinite constant alone is not a fault: masks are made of these,
+and softmax returns finite values for them. It is the cause if it leads to a NaN or to a bad
+result.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.core.kinds import Layer, Nest
 from tfamp.diagnostics.model_runs import check_batch, check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
 from tfamp.diagnostics.nonfinite_step import (
@@ -63,43 +65,50 @@ _LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 
 
 def find_nonfinite(
-    model_or_fn: Any, x: Any = (), y: Any = None, *, loss: Any = None, dtype: str | None = None
+    model_or_fn: Any,
+    x: Any = (),
+    y: Any = None,
+    *,
+    loss: Any = None,
+    dtype: str | None = None,
 ) -> NonFiniteReport | None:
     """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
-    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run twice,
-    in mixed precision and in float32, with the same weights, data and random numbers, and every
-    float tensor is observed: forward pass, loss, gradients, the bodies of loops. This takes
-    seconds, so give it one batch.
+    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run
+    twice, in mixed precision and in float32, with the same weights, data and random numbers,
+    and every float tensor is observed: forward pass, loss, gradients, the bodies of loops. This
+    takes seconds, so give it one batch.
 
-    Weights, optimizer, seeds, moving statistics and policies are restored, also after an exception.
-    Side effects of a Python function on Python objects during tracing are not undone, an iterator
-    that it reads advances, and other threads must not call the model meanwhile.
+    Weights, optimizer, seeds, moving statistics and policies are restored, also after an
+    exception. Side effects of a Python function on Python objects during tracing are not
+    undone, an iterator that it reads advances, and other threads must not call the model
+    meanwhile.
 
-    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic loss
-    scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
+    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic
+    loss scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
 
     Args:
         model_or_fn: A Keras model under any policy; or a function, a `tf.function`, or what
             `tfamp.rewrite` returned: a forward pass, or a whole training step with its tape,
             autocast and optimizer inside. Called as `fn(x)`, or `fn(x, y)`.
-        x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
-            becomes the arguments of a function that takes as many; leave it out for none.
+        x: One batch: arrays or tensors in the structure that the model or function takes. A
+            tuple becomes the arguments of a function that takes as many; leave it out for none.
         y: Targets of the batch, if any.
-        loss: The name of a Keras loss, a loss object, or a function of targets and outputs. None is
-            the loss that the model is compiled with, or its class's own `train_step`. With a loss,
-            a function is a forward pass `fn(x)`, and gradients are taken with respect to the
-            variables it uses.
-        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as under
-            that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its own.
+        loss: The name of a Keras loss, a loss object, or a function of targets and outputs.
+            None is the loss that the model is compiled with, or its class's own `train_step`.
+            With a loss, a function is a forward pass `fn(x)`, and gradients are taken with
+            respect to the variables it uses.
+        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as
+            under that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its
+            own.
 
     Returns:
-        The report; None if everything is finite. The loss is scaled if the model is compiled with
-        an optimizer that scales it, or if the function scales it.
+        The report; None if everything is finite. The loss is scaled if the model is compiled
+        with an optimizer that scales it, or if the function scales it.
 
     Raises:
-        TypeError: `model_or_fn` cannot be called or needs an `x`, which is missing; `x` is a data
-            set; or `loss` is not a loss.
+        TypeError: `model_or_fn` cannot be called or needs an `x`, which is missing; `x` is a
+            data set; or `loss` is not a loss.
         ValueError: The dtype is unknown; there are targets, but no loss; or a model's batch is
             empty.
 
@@ -127,7 +136,7 @@ def find_nonfinite(
     return None if finding is None else report_of(finding)
 
 
-def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
+def _check(model_or_fn: Any, x: Nest, dtype: Any) -> None:
     if not callable(model_or_fn):
         raise TypeError(
             "model_or_fn must be a Keras model, a function or what tfamp.rewrite returned; got "
@@ -137,7 +146,7 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
     check_batch(x)
 
 
-def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
+def _bad_before(step: Step, x: Nest, y: Nest) -> Finding | None:
     """Returns a finding if data, loss scale or variables are not finite before the step."""
     for stage, op, name, value in _values_before(step, x, y):
         # Ragged tensors and variants cannot become arrays; these have no float dtype.
@@ -146,8 +155,8 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
         array = np.asarray(value)
         if array.dtype.name not in FLOAT_DTYPES:
             continue
-        found = ValueRange.of(name, array)
-        if not found.finite or (stage == "loss_scale" and found.max <= 0):
+        values = ValueRange.of(name, array)
+        if not values.finite or (stage == "loss_scale" and values.max <= 0):
             index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
             return Finding(
                 stage=stage,
@@ -155,18 +164,19 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
                 layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
                 variable=None if stage == "input" else name,
                 kind="also_in_float32",
-                ranges={"inputs": (), "outputs": (found,)},
-                dtype=found.dtype,
+                ranges={"inputs": (), "outputs": (values,)},
+                dtype=values.dtype,
                 at=f", the first at index {index[0]} of {name}" if array.ndim else "",
                 scale=float(array) if stage == "loss_scale" else None,
             )
     return None
 
 
-def _values_before(step: Step, x: Any, y: Any) -> Iterator[tuple[str, str, str, Any]]:
+def _values_before(step: Step, x: Nest, y: Nest) -> Iterator[tuple[str, str, str, Nest]]:
     for name, value in (("x", x), ("y", y)):
         for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
-            yield "input", "Placeholder", name if leaf is value else f"{name}, part {number}", leaf
+            part = name if leaf is value else f"{name}, part {number}"
+            yield "input", "Placeholder", part, leaf
     if step.scale is not None:
         yield "loss_scale", "ReadVariableOp", bare_name(step.scale), step.scale.value()
     for name, variable in step.variables:
@@ -180,7 +190,7 @@ class Seen(list[ValueRange]):
     """The ranges of a tensor, execution by execution, up to the first that was not finite."""
 
     @staticmethod
-    def look(before: Seen | None, values: Any) -> Seen:
+    def look(before: Seen | None, values: np.ndarray) -> Seen:
         """Adds an execution; for an `Observer`."""
         seen = Seen() if before is None else before
         if not seen.is_bad:
@@ -206,15 +216,15 @@ _NO_VALUES = ValueRange("", "float32", (), 0.0, 0.0)
 
 
 class _Run(dict[TensorKey, Seen]):
-    """The ranges of all tensors in a run of a step; empty for a tensor that was not computed."""
+    """The ranges of all tensors in a run of a step; empty for one that was not computed."""
 
     def __missing__(self, key: TensorKey) -> Seen:
         return Seen()
 
     def ranges(self, keys: Sequence[TensorKey], execution: int, of: str) -> tuple[ValueRange, ...]:
         """Returns the ranges of the inputs or outputs of an op, with numbered names."""
-        found = ((i, self[key].at(execution)) for i, key in enumerate(keys) if key in self)
-        return tuple(dataclasses.replace(each, name=f"{of} {i}") for i, each in found)
+        seen = ((i, self[key].at(execution)) for i, key in enumerate(keys) if key in self)
+        return tuple(dataclasses.replace(values, name=f"{of} {i}") for i, values in seen)
 
 
 class _Twins:
@@ -236,7 +246,7 @@ class _Twins:
         self.nodes = _Nodes(indexes, self.results)
 
     def run(self, scale: float) -> _Runs | None:
-        """Runs both with a loss scale; returns None if all values in the low dtype are finite."""
+        """Runs both with a loss scale; returns None if all is finite in the low dtype."""
         low = self._run(self._low, scale)
         if not any(seen.is_bad for seen in low.values()):
             return None
@@ -306,7 +316,11 @@ class _Nodes:
 
     def scopes_in(self, place: Place) -> Iterable[str]:
         """Returns the scopes that a node runs, directly or through other calls."""
-        return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
+
+        def called(scope: str) -> Iterable[str]:
+            return chain.from_iterable(map(self.bodies, self.order[scope]))
+
+        return reach(self.bodies(place), called)
 
 
 class _Runs(NamedTuple):
@@ -353,8 +367,8 @@ def _look(twins: _Twins, scale: float) -> Finding | None:
     runs = twins.run(scale)
     if runs is None:
         return None
-    found = _first_bad(runs, twins.results)
-    return None if found is None else _explained(runs, found)
+    origin = _first_bad(runs, twins.results)
+    return None if origin is None else _explained(runs, origin)
 
 
 # ---- Where ---------------------------------------------------------------------------------------
@@ -366,15 +380,18 @@ _States: TypeAlias = dict[TensorKey, int]
 def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     """Finds the first op whose result is not finite although its inputs are.
 
-    If a result is bad, only ops that led to it count. Otherwise only faults count, see `is_fault`.
+    If a result is bad, only ops that led to it count. Otherwise only faults count, see
+    `is_fault`.
     """
     bad_results = [key[:2] for key in results if runs.low[key].is_bad]
-    for excuse_constants in (True, False) if bad_results else (True,):
+    excuses = (True, False) if bad_results else (True,)
+    for excuse_constants in excuses:
         walk = _Walk(runs, excuse_constants)
         states = walk.states(MAIN_GRAPH)
         leading = reach(bad_results, functools.partial(walk.sources_with, _BAD, states))
         for origin in walk.origins(MAIN_GRAPH, states):
-            if origin in leading if bad_results else walk.is_fault(origin):
+            counts = origin in leading if bad_results else walk.is_fault(origin)
+            if counts:
                 return walk.descend(origin, states, ())
     return None
 
@@ -392,7 +409,8 @@ class _Walk:
         nodes = self._nodes
         states: _States = {}
         for place in nodes.order[scope]:
-            worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
+            inputs = nodes.inputs[place]
+            worst = max((states.get(tensor, _OK) for tensor in inputs), default=_OK)
             for tensor in nodes.outputs[place]:
                 if tensor in nodes.variants:
                     # List elements are observed where they are written or read.
@@ -408,16 +426,22 @@ class _Walk:
         return not self._bad_scopes.isdisjoint(self._nodes.scopes_in(place))
 
     def sources_with(self, state: int, states: _States, place: Place) -> list[Place]:
-        """Returns the producers of a node's inputs that have a given state."""
-        return [each[:2] for each in self._nodes.inputs[place] if states.get(each) == state]
+        """Returns the producers of a node's inputs that are in a state."""
+        inputs = self._nodes.inputs[place]
+        return [tensor[:2] for tensor in inputs if states.get(tensor) == state]
 
     def origins(self, scope: str, states: _States) -> list[Place]:
         """Returns the nodes with a bad output and no bad input, in topological order."""
+        nodes = self._nodes
+
+        def is_bad(place: Place) -> bool:
+            return self._is_bad_inside(place) or _BAD in map(states.get, nodes.outputs[place])
+
         return [
             place
-            for place in self._nodes.order[scope]
-            if self._nodes.at[place].op != ARGUMENT
-            and (self._is_bad_inside(place) or _BAD in map(states.get, self._nodes.outputs[place]))
+            for place in nodes.order[scope]
+            if nodes.at[place].op != ARGUMENT
+            and is_bad(place)
             and not self.sources_with(_BAD, states, place)
         ]
 
@@ -440,9 +464,9 @@ class _Walk:
     def is_fault(self, place: Place) -> bool:
         """Whether a bad value is a fault although all results are finite.
 
-        It is if it, or a value inside a call, is bad in low precision only or overflowed, like an
-        infinite variance that makes a normalization return zeros. Divisions by zero and logarithms
-        of zero are often masked on purpose.
+        It is if it, or a value inside a call, is bad in low precision only or overflowed, like
+        an infinite variance that makes a normalization return zeros. Divisions by zero and
+        logarithms of zero are often masked on purpose.
         """
         inside = self._nodes.scopes_in(place)
         return any(
@@ -490,10 +514,10 @@ def _explained(runs: _Runs, path: Path) -> Finding:
 
 
 def _guarded_op(nodes: _Nodes, place: Place) -> Place:
-    """The op that `kernel_guard` runs in float32 before a Cast; the given place for any other."""
+    """The op that `kernel_guard` runs in float32 before a Cast; the place itself for others."""
     sources = nodes.sources(place) if nodes.at[place].op == "Cast" else []
-    guarded = [each for each in sources if nodes.at[each].op in kernels.OPS]
-    raised = (each for each in guarded if "Cast" in {nodes.at[s].op for s in nodes.sources(each)})
+    guarded = [source for source in sources if nodes.at[source].op in kernels.OPS]
+    raised = (op for op in guarded if "Cast" in {nodes.at[s].op for s in nodes.sources(op)})
     return next(raised, place)
 
 
@@ -503,50 +527,54 @@ def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) ->
         return {"kind": "also_in_float32", "dtype": "float32"}
     dtype = runs.low[bad[0]].at(execution).dtype
     float32 = [runs.float32[key].at(execution) for key in bad]
-    largest = max((each.max_abs for each in float32 if each.finite), default=None)
-    found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
+    finite = [values.max_abs for values in float32 if values.finite]
+    largest = max(finite, default=None)
+    facts: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
     if largest is None:
-        return found | {"kind": "also_in_float32"}
+        return facts | {"kind": "also_in_float32"}
     vanished = _first_vanished(runs, path[-1], execution)
     if vanished is None or largest > float_format(dtype).max:
         # The float32 value may be in range: a sum inside the op can overflow.
         is_infinite = any(runs.low[key].at(execution).infs for key in bad)
         is_large = largest > float_format(dtype).max or is_infinite
-        return found | {"kind": "overflow" if is_large else "invalid"}
+        return facts | {"kind": "overflow" if is_large else "invalid"}
     node = runs.nodes.at[vanished[:2]]
+    layer = runs.step.layer_of((*path[:-1], vanished[:2]))
     is_all = runs.low[vanished].at(execution).max_abs == 0.0
-    return found | {
+    return facts | {
         "kind": "underflow",
         "vanished": runs.float32[vanished].at(execution).max_abs if is_all else None,
         "vanished_op": node.op,
-        "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
+        "vanished_layer": _layer_or_scope(layer, node),
     }
 
 
 def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
     """Returns the first tensor on the way to an op with zeros that float32 does not have."""
-    found = None
-    while True:
-        zero = [
-            key
-            for key in runs.observed(runs.nodes.inputs[place])
-            if (exact := runs.float32[key].at(execution)).finite
-            and runs.low[key].at(execution).zeros > exact.zeros
-        ]
-        if not zero:
-            return found
-        found = zero[-1]
-        place = found[:2]
+
+    def has_vanished(tensor: TensorKey) -> bool:
+        exact = runs.float32[tensor].at(execution)
+        return exact.finite and runs.low[tensor].at(execution).zeros > exact.zeros
+
+    vanished = None
+    while inputs := list(filter(has_vanished, runs.observed(runs.nodes.inputs[place]))):
+        vanished = inputs[-1]
+        place = vanished[:2]
+    return vanished
 
 
-def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
+def _stage(runs: _Runs, path: Path, kind: str, layer: Layer) -> str:
     nodes, top = runs.nodes, path[0]
+
     # Through floats only: a loop of the forward pass takes lists for its gradient.
-    sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
+    def producers(at: Place) -> list[Place]:
+        return [tensor[:2] for tensor in runs.observed(nodes.inputs[at])]
+
+    sources = reach([top], producers)
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
     if len(path) == 1 and nodes.at[top].op == "Cast" and kind == "overflow":
-        if _given(nodes, top, _INPUTS):
+        if _producers_of(nodes, top, _INPUTS):
             return "input"
         if _variable_read(runs, top) is not None:
             return "weights"
@@ -554,30 +582,33 @@ def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
     return "loss" if in_loss else "forward"
 
 
-def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
-    """Returns the producers of some op types, looking through casts and the like; nearest first."""
+def _producers_of(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
+    """Returns producers of some op types, looking through casts and the like; nearest first."""
 
-    def passed_on(each: Place) -> list[Place]:
-        passes = each == place or nodes.at[each].op in _PASSING_ON
-        return nodes.sources(each) if passes else []
+    def passed_on(at: Place) -> list[Place]:
+        passes = at == place or nodes.at[at].op in _PASSING_ON
+        return nodes.sources(at) if passes else []
 
-    return [each for each in reach([place], passed_on) if nodes.at[each].op in ops]
+    return [at for at in reach([place], passed_on) if nodes.at[at].op in ops]
 
 
 def _variable_read(runs: _Runs, place: Place) -> str | None:
     """Returns the name of a variable that an op reads, perhaps through a cast."""
     nodes, names = runs.nodes, runs.step.reads
-    handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
+    reads = _producers_of(nodes, place, _READS)[:1]
+    handles = (name for read in reads for _, name in nodes.sources(read))
     return next((names[handle] for handle in handles if handle in names), None)
 
 
 def _reaches_softmax(nodes: _Nodes, place: Place) -> bool:
     """Whether a softmax takes an op's result, perhaps scaled or masked."""
 
-    def before(each: Place) -> list[Place]:
-        return [at for at in nodes.sources(each) if at == place or nodes.at[at].op in _TO_SOFTMAX]
+    def before(taker: Place) -> list[Place]:
+        sources = nodes.sources(taker)
+        return [at for at in sources if at == place or nodes.at[at].op in _TO_SOFTMAX]
 
-    softmaxes = (at for at, node in nodes.at.items() if node.op == "Softmax" and at[0] == place[0])
+    in_scope = [at for at in nodes.at if at[0] == place[0]]
+    softmaxes = (at for at in in_scope if nodes.at[at].op == "Softmax")
     return place in reach(softmaxes, before)
 
 
@@ -590,7 +621,7 @@ def _bad_gradient(runs: _Runs, path: Path) -> str | None:
     return None
 
 
-def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
+def _layer_or_scope(layer: Layer, node: IndexedNode) -> str | None:
     if layer is not None:
         return layer_path(layer)
     return node.name.removeprefix("gradient_tape/").rpartition("/")[0] or None

@@ -92,8 +92,9 @@ class ValueRange:
         if self.infs + self.nans < size:
             text += f" in [{self.min:.4g}, {self.max:.4g}]"
         words = {"infs": "inf", "nans": "NaN", "zeros": "zero", "subnormals": "subnormal"}
-        found = [f"{n} {word}" for name, word in words.items() if (n := getattr(self, name))]
-        return f"{text}, {', '.join(found)} of {size}" if found else text
+        counts = ((getattr(self, name), word) for name, word in words.items())
+        special = [f"{count} {word}" for count, word in counts if count]
+        return f"{text}, {', '.join(special)} of {size}" if special else text
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class NonFiniteReport:
         stage: "input", "weights", "forward", "loss", "backward" or "loss_scale".
         layer: Path of the layer; for raw ops their name scope; None without either.
         op: Type of the op, such as "Exp".
-        variable: The variable that is not finite or does not fit the dtype; for backward the one
-            whose gradient is not finite; else one that the op reads, or None.
-        kind: "overflow": the value exceeds the dtype's range. "underflow": a value that is nonzero
-            in float32 became zero, and then was a divisor or the argument of a logarithm.
-            "invalid": a NaN that float32 does not have, for another reason. "also_in_float32":
-            float32 has it too.
+        variable: The variable that is not finite or does not fit the dtype; for backward the
+            one whose gradient is not finite; else one that the op reads, or None.
+        kind: "overflow": the value exceeds the dtype's range. "underflow": a value that is
+            nonzero in float32 became zero, and then was a divisor or the argument of a
+            logarithm. "invalid": a NaN that float32 does not have, for another reason.
+            "also_in_float32": float32 has it too.
         ranges: "inputs" and "outputs" of the op, and the same in float32: "float32_inputs", and
             "float32" for the outputs.
         fix: What to change.
@@ -119,7 +120,9 @@ class NonFiniteReport:
     Example:
         >>> import tensorflow as tf
         >>> from tfamp.diagnostics import find_nonfinite
-        >>> report = find_nonfinite(lambda x: tf.exp(tf.cast(x, tf.float16)), tf.constant([12.0]))
+        >>> def exp(x):
+        ...     return tf.exp(tf.cast(x, tf.float16))
+        >>> report = find_nonfinite(exp, tf.constant([12.0]))
         >>> report.stage, report.op, report.kind
         ('forward', 'Exp', 'overflow')
         >>> print(report.to_text())
@@ -145,18 +148,23 @@ class NonFiniteReport:
     def _title(self) -> str:
         of = "gradient of" if self.stage in ("backward", "loss_scale") else "variable"
         place = {"{}": self.op, "in layer {}": self.layer, f"({of} {{}})": self.variable}
-        found = " ".join(text.format(name) for text, name in place.items() if name)
-        return f"{self.kind} in {self.stage}: {found}".rstrip(": ")
+        where = " ".join(text.format(name) for text, name in place.items() if name)
+        return f"{self.kind} in {self.stage}: {where}".rstrip(": ")
 
     def _rows(self) -> list[tuple[str, str]]:
-        shown = {"inputs": "", "float32_inputs": "float32: ", "outputs": "", "float32": "float32: "}
+        shown = {
+            "inputs": "",
+            "float32_inputs": "float32: ",
+            "outputs": "",
+            "float32": "float32: ",
+        }
         alike = self.ranges.get("float32") == self.ranges.get("outputs")
         rows = [("node", self.node)] if self.node else []
         return rows + [
-            (f"{title}{each.name}", each.to_text())
+            (f"{title}{values.name}", values.to_text())
             for key, title in shown.items()
             if not (title and alike)
-            for each in self.ranges.get(key, ())
+            for values in self.ranges.get(key, ())
         ]
 
     def _repr_html_(self) -> str:
@@ -190,7 +198,7 @@ class Finding(NonFiniteReport):
 
 def report_of(finding: Finding) -> NonFiniteReport:
     """Returns the report of a finding."""
-    fields = (each.name for each in dataclasses.fields(NonFiniteReport))
+    fields = (field.name for field in dataclasses.fields(NonFiniteReport))
     facts = {name: getattr(finding, name) for name in fields}
     return NonFiniteReport(**facts | {"fix": _fix(finding)})
 
@@ -199,19 +207,22 @@ def report_of(finding: Finding) -> NonFiniteReport:
 
 _FIXES = {
     "data": (
-        "Clean the data: the input itself is not finite{at}. Look for missing values, divisions by "
-        "zero and logarithms of zero in the preprocessing."
+        "Clean the data: the input itself is not finite{at}. Look for missing values, "
+        "divisions by zero and logarithms of zero in the preprocessing."
     ),
     "large data": (
-        "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
+        "Scale the input: its largest magnitude {exceeds}. Divide it by its range or "
+        "standardize "
         'it (keras.layers.Rescaling or Normalization with dtype="float32").{bfloat16}'
     ),
     "weights": (
-        'The variable "{variable}" was not finite before this step: load an earlier checkpoint. '
+        'The variable "{variable}" was not finite before this step: load an earlier '
+        "checkpoint. "
         "tfamp.LossScaleOptimizer skips bad steps; a lower learning rate makes them rarer."
     ),
     "large weights": (
-        'The largest magnitude of the variable "{variable}" {exceeds}. {keep} Weights this large '
+        'The largest magnitude of the variable "{variable}" {exceeds}. {keep} Weights this '
+        "large "
         "also suggest a smaller learning rate or weight decay.{bfloat16}"
     ),
     "bad scale": (
@@ -224,8 +235,8 @@ _FIXES = {
         "init_scale={best} to tfamp.GradScaler. bfloat16 needs no loss scale."
     ),
     "constant": (
-        "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "
-        "float16, or half of x.dtype.min, or add the mask in float32.{bfloat16}"
+        "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 "
+        "in float16, or half of x.dtype.min, or add the mask in float32.{bfloat16}"
     ),
     "overflow": "The result {exceeds}.{advice} {keep}{bfloat16}",
     "log of softmax": (
@@ -245,8 +256,8 @@ _FIXES = {
         "value out of its domain, such as a variance, a difference, below zero. {keep}"
     ),
     "also in float32": (
-        "Precision is not the cause: float32 has it too. {advice}. If training led to it, lower "
-        "the learning rate or clip gradients."
+        "Precision is not the cause: float32 has it too. {advice}. If training led to it, "
+        "lower the learning rate or clip gradients."
     ),
 }
 _PRODUCT = "Each result is a sum of products: normalize its inputs, or scale them."
@@ -323,9 +334,8 @@ def _case(finding: Finding, tiny: float) -> str:
 
 def _count(finding: Finding) -> str:
     """Returns " of N values" for a sum of N values; "" if unknown."""
-    inputs, outputs = (
-        [math.prod(each.shape) for each in finding.ranges[key]] for key in ("inputs", "outputs")
-    )
+    inputs = [math.prod(values.shape) for values in finding.ranges["inputs"]]
+    outputs = [math.prod(values.shape) for values in finding.ranges["outputs"]]
     is_known = inputs and outputs and outputs[0] and finding.op != "Cumsum"
     return f" of {inputs[0] // outputs[0]} values" if is_known else ""
 

@@ -1,4 +1,4 @@
-"""Traces the step of a model or a function as one graph whose ops are marked with their layers."""
+"""Traces the step of a model or a function as one graph that has the layer of every op."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.kinds import Function, Layer, Model, Nest, Tensor, Trace, Variable
 from tfamp.diagnostics.model_runs import computing_in
 from tfamp.graph.graph import Graph
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seed
@@ -26,11 +27,15 @@ from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
 from tfamp.rewriting.function import RewrittenFunction, rewrite
-from tfamp.rewriting.pipeline import FlatCall, TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
 # The calls that an op runs in, the outermost first, then the op itself.
 Path: TypeAlias = tuple[Place, ...]
+
+# A function of tensors in nested structures, such as a step.
+_Function: TypeAlias = Callable[..., Any]
+_Loss: TypeAlias = Callable[[Nest, Nest], Tensor]
 
 LOSS_SCOPE = "tfamp_loss"
 _LAYER = "_tfamp_layer"
@@ -44,23 +49,26 @@ class Step:
 
     graph: Graph  # Its calls are inlined.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]  # The inputs' values: arguments, then captured tensors and handles.
+    # The inputs' values: arguments, then captured tensors and handles.
+    values: tuple[Tensor, ...]
     outputs: tuple[str, ...]
     gradients: Mapping[str, str]  # Gradient tensor -> name of its variable.
     operations: tuple[str, ...]  # Ops that run for their effects.
-    layers: tuple[Any, ...]  # In the order of their first calls.
-    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable`, which has to be finite.
-    reads: Mapping[str, str]  # Input that is a variable's handle or value -> name of the variable.
+    layers: tuple[Layer, ...]  # In the order of their first calls.
+    # Name and `tf.Variable`, which has to be finite.
+    variables: tuple[tuple[str, Variable], ...]
+    # Input that is the handle or value of a variable -> name of the variable.
+    reads: Mapping[str, str]
     rewritten_by: str = ""
-    scale: Any = None  # The variable that holds the loss scale, if one does.
+    scale: Variable = None  # The variable that holds the loss scale, if one does.
     scale_adapts: bool = True
 
-    def layer_of(self, path: Path) -> Any:
+    def layer_of(self, path: Path) -> Layer:
         """Returns the innermost layer around an op; None if it is in none.
 
-        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite, are
-        named after marked ops: such an op is in the layer of these that share its name, or, if they
-        are of several layers, the next shorter part of it.
+        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite,
+        are named after marked ops: such an op is in the layer of these that share its name, or,
+        if they are of several layers, the next shorter part of it.
         """
         marks: dict[Place, int] = {}
         by_name: dict[str, set[int]] = defaultdict(set)
@@ -71,17 +79,17 @@ class Step:
                     for name in (node.name, node.name.rpartition("/")[0]):
                         by_name[name].add(number)
         for place in reversed(path):
-            found = {marks[place]} if place in marks else set()
+            numbers = {marks[place]} if place in marks else set()
             name = _OF_A_TAPE.sub("", place[1])
-            while len(found) != 1 and "/" in name:
+            while len(numbers) != 1 and "/" in name:
                 name = name.rpartition("/")[0]
-                found = by_name[name]
-            if len(found) == 1:
-                return self.layers[next(iter(found))]
+                numbers = by_name[name]
+            if len(numbers) == 1:
+                return self.layers[next(iter(numbers))]
         return None
 
 
-def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def trace_step(model_or_fn: Any, x: Nest, y: Nest, loss: Any, dtype: str | None) -> Step:
     """Traces the step that the arguments of `find_nonfinite` describe."""
     if not isinstance(model_or_fn, keras.Layer):
         return _trace_function(model_or_fn, x, y, loss, dtype)
@@ -92,11 +100,12 @@ def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -
         )
     if not model_or_fn.built:
         model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
-    own = getattr(type(model_or_fn), "train_step", None)
-    if y is not None and loss is None and own not in (None, keras.Model.train_step):
-
-        def train_step(*data: Any) -> None:  # Its results are logs: metrics add up all steps.
-            own(model_or_fn, data)
+    train_step_of_class: Any = getattr(type(model_or_fn), "train_step", None)
+    has_own_step = train_step_of_class not in (None, keras.Model.train_step)
+    if y is not None and loss is None and has_own_step:
+        # Its results are logs: metrics add up all steps.
+        def train_step(*data: Nest) -> None:
+            train_step_of_class(model_or_fn, data)
 
         return _trace_as_in_fit(model_or_fn, train_step, (x, y), (), dtype)
     return _trace_model(model_or_fn, x, y, loss, dtype)
@@ -105,23 +114,23 @@ def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -
 # ---- A model -------------------------------------------------------------------------------------
 
 
-def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def _trace_model(model: Model, x: Nest, y: Nest, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
-    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, like
-    the steps of `fit`.
+    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten,
+    like the steps of `fit`.
     """
     compute_loss = _loss_of_model(model, y, loss)
     optimizer = getattr(model, "optimizer", None)
 
-    def forward(x: Any) -> Any:
+    def forward(x: Nest) -> Nest:
         outputs = model(x, training=compute_loss is not None)
         # Under one of tfamp's policies outputs are float32.
         return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
 
     function, trained, args = forward, [], [x]
     if compute_loss is not None:
-        scaled: Callable[[Any], Any] = tf.identity
+        scaled: Callable[[Tensor], Tensor] = tf.identity
         # Keras's LossScaleOptimizer has no scale before it is built.
         names = ("dynamic_scale", "loss_scale_factor")
         if optimizer and any(getattr(optimizer, name, None) is not None for name in names):
@@ -133,7 +142,11 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
 
 
 def _trace_as_in_fit(
-    model: Any, function: Callable[..., Any], args: Any, trained: Sequence[Any], dtype: str | None
+    model: Model,
+    function: _Function,
+    args: Nest,
+    trained: Sequence[Variable],
+    dtype: str | None,
 ) -> Step:
     """Traces a step of a model; at level O1 it is rewritten."""
     # As in `fit`, AutoGraph leaves the code of layers as it is.
@@ -151,56 +164,57 @@ def _trace_as_in_fit(
     return dataclasses.replace(step, rewritten_by=by, variables=tuple(_named(variables)))
 
 
-def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
+def _loss_of_model(model: Model, y: Nest, loss_argument: Any) -> _Function | None:
     """Returns the loss as a function of outputs, inputs and targets; None without one."""
-    if given is not None:
-        loss = _checked_loss(given)
+    if loss_argument is not None:
+        loss = _checked_loss(loss_argument)
 
-        def with_regularizers(outputs: Any, x: Any, y: Any) -> Any:
+        def with_regularizers(outputs: Nest, x: Nest, y: Nest) -> Nest:
             value = tf.reduce_mean(loss(y, outputs))
             return sum((tf.cast(extra, value.dtype) for extra in model.losses), value)
 
         return with_regularizers
-    own = getattr(type(model), "compute_loss", keras.Model.compute_loss)
-    has_loss = y is not None or own is not keras.Model.compute_loss
+    compute_loss = getattr(type(model), "compute_loss", keras.Model.compute_loss)
+    has_loss = y is not None or compute_loss is not keras.Model.compute_loss
     if has_loss and getattr(model, "compiled", False):
         return lambda outputs, x, y: model.compute_loss(x, y, outputs, training=True)
     if y is not None:
         raise ValueError(
-            "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, as "
-            "for compile, or leave y out to check the forward pass only."
+            "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, "
+            "as for compile, or leave y out to check the forward pass only."
         )
     return None
 
 
-def _checked_loss(given: Any) -> Callable[[Any, Any], Any]:
+def _checked_loss(loss: Any) -> _Loss:
     """Returns a loss as a function of targets and outputs."""
-    if not isinstance(given, str) and not callable(given):
+    if not isinstance(loss, str) and not callable(loss):
         raise TypeError(
-            f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
-            f"and outputs; got {given!r}. For losses of several outputs compile the model with "
-            "them, and leave loss out."
+            "loss must be the name of a Keras loss, a keras.losses.Loss or a function of "
+            f"targets and outputs; got {loss!r}. For losses of several outputs compile the "
+            "model with them, and leave loss out."
         )
-    loss: Callable[[Any, Any], Any] = keras.losses.get(given)
-    return loss
+    checked: _Loss = keras.losses.get(loss)
+    return checked
 
 
 def _with_loss(
-    forward: Callable[..., Any],
-    loss: Callable[..., Any],
-    scaled: Callable[[Any], Any] = tf.identity,
-    trained: Sequence[Any] | None = None,
-) -> Callable[..., Any]:
+    forward: _Function,
+    loss: _Function,
+    scaled: Callable[[Tensor], Tensor] = tf.identity,
+    trained: Sequence[Variable] | None = None,
+) -> _Function:
     """Returns a step: arguments of the forward pass and targets -> results and gradients.
 
-    The gradients are with respect to `trained`; None is all variables that the forward pass uses.
+    The gradients are with respect to `trained`; None is all variables that the forward pass
+    uses.
     """
 
-    def step(*given: Any) -> tuple[list[Any], Any]:
+    def step(*args: Nest) -> tuple[list[Tensor], Nest]:
         with tf.GradientTape() as tape:
-            outputs = forward(*given[:-1])
+            outputs = forward(*args[:-1])
             with tf.name_scope(LOSS_SCOPE):
-                value = loss(outputs, *given)
+                value = loss(outputs, *args)
             total = scaled(value)
         variables = tape.watched_variables() if trained is None else trained
         results = [*tf.nest.flatten(outputs, expand_composites=True), value, total]
@@ -210,7 +224,7 @@ def _with_loss(
 
 
 @contextlib.contextmanager
-def _losses_kept(model: Any) -> Iterator[None]:
+def _losses_kept(model: Model) -> Iterator[None]:
     """Drops the losses that layers add during tracing: they are symbolic tensors of the trace.
 
     They are float32, as in every model that tfamp converted.
@@ -223,8 +237,8 @@ def _losses_kept(model: Any) -> Iterator[None]:
         yield
 
 
-def _as_input(value: Any) -> Any:
-    """Returns a value as Keras would feed it: no float64, which NumPy makes of Python floats."""
+def _as_input(value: Tensor) -> Tensor:
+    """Returns a value as Keras would feed it: not as float64, which NumPy makes of floats."""
     if value is None or tf.is_tensor(value):
         return value
     array = np.asarray(value)
@@ -234,7 +248,7 @@ def _as_input(value: Any) -> Any:
 # ---- A function ----------------------------------------------------------------------------------
 
 
-def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def _trace_function(function: Function, x: Nest, y: Nest, loss: Any, dtype: str | None) -> Step:
     """Traces a function; a float32 one is rewritten if a low dtype is given."""
     rewritten = isinstance(function, RewrittenFunction)
     low = dtype if dtype in LOW_PRECISION else None
@@ -242,12 +256,15 @@ def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None)
         function = function.copy(low)
     args = _arguments(function, x, None if loss is not None else y)
 
-    def traced(function: Any) -> Step:
+    def traced(function: _Function) -> Step:
         if loss is None:
             return _trace(function, args)
-        given = _checked_loss(loss)
-        step = _with_loss(function, lambda out, *all_: tf.reduce_mean(given(all_[-1], out)))
-        return _trace(step, (*args, y))
+        loss_of = _checked_loss(loss)
+
+        def mean_loss(outputs: Nest, *args: Nest) -> Tensor:
+            return tf.reduce_mean(loss_of(args[-1], outputs))
+
+        return _trace(_with_loss(function, mean_loss), (*args, y))
 
     step = traced(function)
     if not rewritten and low is not None and not low_dtypes(observed_scopes(step.graph)):
@@ -256,7 +273,7 @@ def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None)
     return dataclasses.replace(step, rewritten_by="rewrite" if rewritten else "")
 
 
-def check_arguments(model_or_fn: Any, x: Any, y: Any) -> None:
+def check_arguments(model_or_fn: Any, x: Nest, y: Nest) -> None:
     """Raises a TypeError if `x` is left out, an empty tuple, and something needs it."""
     if not isinstance(x, tuple) or x:
         return
@@ -264,29 +281,29 @@ def check_arguments(model_or_fn: Any, x: Any, y: Any) -> None:
     needed = ["x"] if is_model or y is not None else _needed_arguments(model_or_fn)
     if needed:
         raise TypeError(
-            f"find_nonfinite got no batch x, which is for functions without arguments; {needed[0]} "
-            "is missing here. Give one batch: find_nonfinite(model_or_fn, x, y)."
+            "find_nonfinite got no batch x, which is for functions without arguments; "
+            f"{needed[0]} is missing here. Give one batch: find_nonfinite(model_or_fn, x, y)."
         )
 
 
-def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
+def _arguments(function: _Function, x: Nest, y: Nest) -> tuple[Nest, ...]:
     """Returns `x` and `y` as arguments; a tuple `x` if the function takes as many."""
     if y is not None or not isinstance(x, tuple):
         return (x,) if y is None else (x, y)
     return x if not x or len(x) == len(_parameters(function)) > 1 else (x,)
 
 
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+def _needed_arguments(function: _Function) -> list[str]:
     """Returns the names of a function's arguments without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [
-        each.name
-        for each in _parameters(function)
-        if each.kind in positional and each.default is each.empty
+        parameter.name
+        for parameter in _parameters(function)
+        if parameter.kind in positional and parameter.default is parameter.empty
     ]
 
 
-def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+def _parameters(function: _Function) -> Sequence[inspect.Parameter]:
     function = getattr(function, "python_function", function)
     return tuple(inspect.signature(function).parameters.values())
 
@@ -301,10 +318,10 @@ class _Notes:
     Its methods replace functions of Keras and TensorFlow, which they get as `original`.
     """
 
-    layers: dict[int, Any] = field(default_factory=dict)  # By `id`.
-    gradients: list[tuple[Any, Any]] = field(default_factory=list)
+    layers: dict[int, Layer] = field(default_factory=dict)  # By `id`.
+    gradients: list[tuple[Variable, Tensor]] = field(default_factory=list)
 
-    def call_layer(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_layer(self, original: _Function, layer: Layer, *args: Any, **kwargs: Any) -> Nest:
         """Marks the ops of a layer with its number."""
         if tf.executing_eagerly():
             return original(layer, *args, **kwargs)
@@ -314,28 +331,41 @@ class _Notes:
             return original(layer, *args, **kwargs)
 
     def gradient(
-        self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        original: _Function,
+        tape: tf.GradientTape,
+        target: Nest,
+        sources: Nest,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Nest:
         """Notes gradients: a graph does not record which variable a gradient belongs to."""
-        found = original(tape, target, sources, *args, **kwargs)
-        self.add_gradients(sources, found)
-        return found
+        gradients = original(tape, target, sources, *args, **kwargs)
+        self.add_gradients(sources, gradients)
+        return gradients
 
-    def add_gradients(self, sources: Any, gradients: Any) -> None:
+    def add_gradients(self, sources: Nest, gradients: Nest) -> None:
         """Notes gradients, which have the structure of their sources."""
-        self.gradients += zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=False)
+        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=False)
+        self.gradients += pairs
 
 
-def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
-    """Traces a function; with `sources`, it returns results and gradients with respect to them."""
+def _trace(function: _Function, args: tuple[Nest, ...], sources: Sequence[Variable] = ()) -> Step:
+    """Traces a function; with `sources`, it returns results and gradients by these."""
     notes = _Notes()
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
-    with patched_here(layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact):
+    with patched_here(
+        layer_call=notes.call_layer,
+        gradient=notes.gradient,
+        constant=_with_exact,
+    ):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
     layers = tuple(notes.layers.values())
-    paths = {id(v): path for layer in layers for path, v in _named(layer.variables)}
-    variables = [(paths.get(id(v), bare_name(v)), v) for v in graph.variables]
+    paths = {id(variable): path for layer in layers for path, variable in _named(layer.variables)}
+    variables = [
+        (paths.get(id(variable), bare_name(variable)), variable) for variable in graph.variables
+    ]
     handles = {id(variable.handle): name for name, variable in variables}
     inputs = [tensor.name for tensor in traced.inputs]
     values = (*call.tensors, *captured)
@@ -352,7 +382,8 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
         for tensor, value in zip(inputs, values, strict=True)
         if id(value) in handles
     }
-    scale = next((v for v in graph.variables if _SCALE.search(bare_name(v))), None)
+    scales = (variable for variable in graph.variables if _SCALE.search(bare_name(variable)))
+    scale = next(scales, None)
     # The state of a loss scale that a step updates; a fixed scale is not part of it.
     writes = (node.input[0] for node in flat.main.of_types("AssignVariableOp"))
     written = {reads.get(node_name(handle), "").rpartition("/")[2] for handle in writes}
@@ -371,35 +402,36 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     )
 
 
-def _with_exact(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_exact(original: _Function, value: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Creates a constant; one of low precision keeps its unrounded value as an attribute."""
     tensor = original(value, *args, **kwargs)
     if tensor.dtype.name in LOW_PRECISION:
         with np.errstate(over="ignore"):
-            given = np.asarray(value).astype(np.float32)
+            exact = np.asarray(value).astype(np.float32)
         # One value stands for all elements of a filled constant.
-        proto = tf.make_tensor_proto(given, shape=tensor.shape)
+        proto = tf.make_tensor_proto(exact, shape=tensor.shape)
         tf_private.set_attribute(tensor.op, UNROUNDED, proto)
     return tensor
 
 
-def _traced(function: Any, call: FlatCall) -> Any:
-    """Returns the concrete function of a call; its inputs are the call's tensors, then captures."""
+def _traced(function: Function, call: FlatCall) -> Trace:
+    """Returns the concrete function of a call; it takes the call's tensors, then captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
     # Arguments that are not tensors here may be constants or tensors of a concrete function.
     is_concrete = isinstance(function, tf.types.experimental.ConcreteFunction)
-    if is_concrete and len(function.inputs) - len(function.captured_inputs) == len(call.tensors):
+    takes = len(function.inputs) - len(function.captured_inputs) if is_concrete else None
+    if takes == len(call.tensors):
         return function
     return TracedFunction.of(function).trace(call)
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: Nest) -> Nest:
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _gradients(
-    graph: Any, noted: Sequence[tuple[Any, Any]], paths: Mapping[int, str]
+    graph: tf.Graph, noted: Sequence[tuple[Variable, Tensor]], paths: Mapping[int, str]
 ) -> Iterator[tuple[str, str]]:
     for source, gradient in noted:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
@@ -410,11 +442,14 @@ def _gradients(
                 yield tf.identity(values).name, paths.get(id(variable), bare_name(variable))
 
 
-def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
+def _named(variables: Iterable[Variable]) -> list[tuple[str, Variable]]:
     """Returns paths of Keras variables, or names of others, with their `tf.Variable`s."""
-    return [(getattr(v, "path", None) or bare_name(v), keras_hooks.native(v)) for v in variables]
+    return [
+        (getattr(variable, "path", None) or bare_name(variable), keras_hooks.native(variable))
+        for variable in variables
+    ]
 
 
-def bare_name(variable: Any) -> str:
+def bare_name(variable: Variable) -> str:
     """Returns the name of a `tf.Variable` without ":0"."""
     return str(variable.name).partition(":")[0]

@@ -14,15 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL
+from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL, Record
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # From Okabe and Ito's palette, which suits all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
 INK, FAINT = "#1c2430", "#5b6675"
-# The exponents that are drawn; values further out are drawn at the ends.
+# The exponents that are drawn, a choice around float16's ranges; values further out are drawn at
+# the ends.
 _SPAN = (-60, 28)
 # Float16's ranges of exponents, each with its colour.
 _RANGES = (
@@ -75,8 +77,8 @@ def plot_loss_scale(history: Any) -> Figure:
     figure = _new_figure(3.4)
     (axes,) = figure.axes
     axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")
-    good = [each for each in records if not each["gradients"]["nonfinite"]]
-    pairs = ((each["step"], each["suggested_scale"]) for each in good)
+    good = [record for record in records if not record["gradients"]["nonfinite"]]
+    pairs = ((record["step"], record["suggested_scale"]) for record in good)
     suggested = [(step, math.log2(scale)) for step, scale in pairs if scale]
     if suggested:
         label = "suggested: most gradients in float16's normal range"
@@ -85,7 +87,15 @@ def plot_loss_scale(history: Any) -> Figure:
     if skipped:
         heights = [exponents[bisect.bisect(steps, step) - 1] for step in skipped]
         label = f"skipped step ({len(skipped)})"
-        axes.plot(skipped, heights, "x", color=RED, markersize=7, markeredgewidth=1.8, label=label)
+        axes.plot(
+            skipped,
+            heights,
+            "x",
+            color=RED,
+            markersize=7,
+            markeredgewidth=1.8,
+            label=label,
+        )
     axes.margins(y=0.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.yaxis.set_major_formatter(FuncFormatter(_power_of_two))
@@ -100,9 +110,9 @@ def plot_loss_scale(history: Any) -> Figure:
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     """Draws the magnitudes of gradients against the ranges of float16.
 
-    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges in
-    which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title
-    has the share of zeros.
+    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges
+    in which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The
+    title has the share of zeros.
 
     Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
@@ -157,7 +167,7 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     return figure
 
 
-def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, Any]:
+def _described(record: Record, variable: str | None) -> Record:
     if variable is None:
         return record["gradients"]
     if variable not in record["variables"]:
@@ -166,7 +176,7 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
     return record["variables"][variable]
 
 
-def _draw_exponents(axes: Any, counts: Mapping[int, int]) -> None:
+def _draw_exponents(axes: Axes, counts: Mapping[int, int]) -> None:
     from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
     for first, last, color in _RANGES:
@@ -188,7 +198,7 @@ def _draw_exponents(axes: Any, counts: Mapping[int, int]) -> None:
     axes.set_title(words, loc="right", fontsize=9, color=FAINT)
 
 
-def _name_ranges(axes: Any) -> None:
+def _name_ranges(axes: Axes) -> None:
     """Writes the names of float16's ranges into the upper plot."""
     names = ("flushed to 0", "subnormal", "float16's normal range", "inf")
     top = axes.get_ylim()[1]
@@ -200,7 +210,7 @@ def _name_ranges(axes: Any) -> None:
 # ---- Reading records -----------------------------------------------------------------------------
 
 
-def _records_of(history: Any) -> list[Mapping[str, Any]]:
+def _records_of(history: Any) -> list[Record]:
     """Returns the records of a monitor, its `history`, one record, or a path of JSON lines."""
     records = getattr(history, "history", history)
     if isinstance(records, Mapping):
@@ -210,24 +220,24 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     if not records:
         raise ValueError(
-            "The history has no record to show. Train for more steps, or give NumericsMonitor a "
-            "smaller `every`."
+            "The history has no record to show. Train for more steps, or give NumericsMonitor "
+            "a smaller `every`."
         )
-    if not all(isinstance(each, Mapping) and "loss_scales" in each for each in records):
+    if not all(isinstance(record, Mapping) and "loss_scales" in record for record in records):
         raise ValueError(
-            "Plots take a NumericsMonitor, its history, a record of it, or the file of its jsonl=; "
-            f"got {history!r}."
+            "Plots take a NumericsMonitor, its history, a record of it, or the file of its "
+            f"jsonl=; got {history!r}."
         )
     return list(records)
 
 
-def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+def _scale_steps(records: Sequence[Record]) -> tuple[list[int], list[float]]:
     """Returns the steps at which the loss scale changed, and the scale from each on.
 
     The first and the last step are included; the last repeats the last scale.
     """
-    pairs = (each for record in records for each in record["loss_scales"])
-    groups = itertools.groupby(pairs, key=lambda each: each[1])
+    pairs = (pair for record in records for pair in record["loss_scales"])
+    groups = itertools.groupby(pairs, key=lambda pair: pair[1])
     steps, scales = map(list, zip(*(next(group) for _, group in groups), strict=True))
     last = max(step for record in records for step in (record["step"], *record["skipped"]))
     return [*steps, last], [*scales, scales[-1]]
@@ -236,7 +246,7 @@ def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[
 # ---- Shared by all plots -------------------------------------------------------------------------
 
 
-def _new_figure(height: float, rows: int = 1) -> Any:
+def _new_figure(height: float, rows: int = 1) -> Figure:
     """Returns a figure with stacked axes and without a window; notebooks show it."""
     from matplotlib.figure import Figure
 
@@ -253,6 +263,6 @@ def _new_figure(height: float, rows: int = 1) -> Any:
     return figure
 
 
-def _power_of_two(exponent: float, _: Any = None) -> str:
+def _power_of_two(exponent: float, _: object = None) -> str:
     """Returns the label of a tick at an exponent."""
     return f"$2^{{{exponent:.0f}}}$"

@@ -1,6 +1,7 @@
-"""Counts gradient values by binary exponent on the device; reads them as histograms and records.
+"""Counts gradient values by binary exponent on the device; reads histograms and records.
 
-The counts stay on the device until a record is made, so that the host need not wait for each step.
+The counts stay on the device until a record is made, so that the host need not wait for each
+step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.kinds import Function, Tensor, Variable
 from tfamp.interop import tf_private
 from tfamp.training.gradients import outside_the_graph
 
@@ -24,15 +26,19 @@ SUBNORMAL, NORMAL, LARGEST = -24, -14, 15
 FLOAT16_MAX = 65504.0
 SHARES = ("under_2**-24", "under_2**-14", "over_65504")
 
-# Columns of counts: one for each biased exponent of float32; then NaNs, values over either bound,
-# and the bits of the largest finite value.
+# Columns of counts: one for each biased exponent of float32; then NaNs, values over either
+# bound, and the bits of the largest finite value.
 EXPONENTS, MANTISSA_BITS = 256, 23
 _BIAS = 127
+# Bits of the mantissa that divide the counts of an exponent on GPUs: additions to one number wait
+# for one another. A choice, for 64 times as many numbers of 4 bytes.
 _APART_BITS = 6
 _NANS, _OVER, _OVER_SECOND, _LARGEST = range(EXPONENTS, EXPONENTS + 4)
 COLUMNS = EXPONENTS + 4
 
 
+# A record that `make_record` returns, or its part about a variable.
+Record: TypeAlias = Mapping[str, Any]
 # A step, its loss scale, and the number of steps skipped before.
 PastStep: TypeAlias = tuple[int, float, int]
 
@@ -55,7 +61,7 @@ class SampledCounts:
         # Step, loss scale and divisor.
         self._facts = _local_variable(np.array([0.0, 1.0, 1.0]))
 
-    def write(self, wanted: Any, counts: Any, facts: Any) -> None:
+    def write(self, wanted: Tensor, counts: Tensor, facts: Tensor) -> None:
         """Replaces the counts if `wanted`, a scalar bool tensor, is True."""
         self._counts.assign(tf.where(wanted, counts, self._counts))
         self._facts.assign(tf.where(wanted, facts, self._facts))
@@ -65,42 +71,42 @@ class SampledCounts:
         replicas = _replicas(self._counts)
         step, loss_scale, divisor = _replicas(self._facts)[0].tolist()
         rows = range(len(replicas[0]))
-        counts = tuple(tuple(each[row].tolist() for each in replicas) for row in rows)
+        counts = tuple(tuple(replica[row].tolist() for replica in replicas) for row in rows)
         return Sample(int(step), loss_scale, divisor, counts)
 
 
 class StepStatistics:
-    """Counts steps, keeps their loss scales, and samples the gradients of every `every`-th step.
+    """Counts steps, keeps their loss scales, and samples gradients of every `every`-th step.
 
-    The loss scales of the last `remembered` steps are kept. `start` is the number of steps taken
-    before, `skipped` the number of skipped ones among them.
+    The loss scales of the last `remembered` steps are kept. `start` is the number of steps
+    taken before, `skipped` the number of skipped ones among them.
     """
 
     def __init__(self, every: int, remembered: int, start: int, skipped: int) -> None:
         self._every = every
         self._remembered = remembered
         self._step = _local_variable(np.int64(start))
-        # Loss scale of each step, and the number of steps skipped before it. One variable, as it is
-        # written at every step.
+        # Loss scale of each step, and the number of steps skipped before it. One variable, as
+        # it is written at every step.
         self._past = _local_variable(np.zeros((remembered, 2)))
         # For optimizers that do not count skipped steps.
         self._skipped = _local_variable(np.int64(skipped))
         self._consecutive = _local_variable(np.int64(0))
         self._rows: dict[int, int] = {}
-        self.variables: list[Any] = []
+        self.variables: list[Variable] = []
         # Samples of the last step that was due, and of the last that was not finite.
         self.samples: list[SampledCounts] = []
 
-    def _make_room(self, variables: Sequence[Any]) -> None:
+    def _make_room(self, variables: Sequence[Variable]) -> None:
         self.variables = list(variables)
         self._rows = {id(variable): row for row, variable in enumerate(self.variables)}
         self.samples = [SampledCounts(len(self.variables)) for _ in range(2)]
 
-    def set_step(self, step: Any) -> None:
+    def set_step(self, step: Tensor) -> None:
         """Makes the next step the one with this number, counted from 1."""
         self._step.assign(tf.cast(step, tf.int64) - 1)
 
-    def own_skips(self, finite: Any) -> Any:
+    def count_skip(self, finite: Tensor) -> Tensor:
         """Counts a step as skipped or not; returns the number of steps skipped before it."""
         before = tf.identity(self._skipped)
         skipped = tf.cast(tf.logical_not(finite), tf.int64)
@@ -110,18 +116,18 @@ class StepStatistics:
 
     def observe(
         self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
+        gradients: Sequence[Tensor],
+        variables: Sequence[Variable],
         *,
-        scale: Any,
-        divisor: Any,
-        skipped_before: Any,
-        faulty: Any,
+        scale: Tensor,
+        divisor: Tensor,
+        skipped_before: Tensor,
+        faulty: Tensor,
     ) -> None:
         """Counts a step, and samples its gradients if it is due or `faulty` (not all finite).
 
-        Nothing here waits for the device. The gradients still have to be divided by `divisor`. All
-        keyword arguments are scalars.
+        Nothing here waits for the device. The gradients still have to be divided by `divisor`.
+        All keyword arguments are scalars.
         """
         if not self.samples:
             outside_the_graph(lambda: self._make_room(variables))
@@ -129,28 +135,29 @@ class StepStatistics:
         if unknown:
             raise ValueError(
                 f"This monitor observes {len(self.variables)} other variables than the "
-                f"{len(unknown)} given. Use one NumericsMonitor for each set of variables, or give "
-                "all of them each time, with None for a missing gradient."
+                f"{len(unknown)} given. Use one NumericsMonitor for each set of variables, or "
+                "give all of them each time, with None for a missing gradient."
             )
         step = self._step + 1
         due = tf.equal(step % self._every, 0)
-        scale, divisor = (tf.cast(each, tf.float64) for each in (scale, divisor))
-        here = tf.equal(np.arange(self._remembered, dtype="int64"), (step - 1) % self._remembered)
+        scale, divisor = tf.cast(scale, tf.float64), tf.cast(divisor, tf.float64)
+        places: np.ndarray = np.arange(self._remembered, dtype="int64")
+        here = tf.equal(places, (step - 1) % self._remembered)
         now = tf.stack([scale, tf.cast(skipped_before, tf.float64)])
         self._past.assign(tf.where(here[:, None], now, self._past))
 
         def sample() -> None:
             bound = tf.cast(FLOAT16_MAX * divisor, tf.float32)
             scaled_bound = tf.cast(FLOAT16_MAX * divisor / scale, tf.float32)
-            rows: list[Any] = [None] * len(self.variables)
+            rows: list[Tensor] = [None] * len(self.variables)
             for gradient, variable in zip(gradients, variables, strict=True):
                 # The "gradient" of such a variable is its next value, not a derivative.
                 if not getattr(variable, "overwrite_with_gradient", False):
                     rows[self._rows[id(variable)]] = gradient
             counts = count_values(rows, bound, scaled_bound)
             facts = tf.stack([tf.cast(step, tf.float64), scale, divisor])
-            for each, wanted in zip(self.samples, (due, faulty), strict=True):
-                each.write(wanted, counts, facts)
+            for target, wanted in zip(self.samples, (due, faulty), strict=True):
+                target.write(wanted, counts, facts)
 
         only_if(tf.logical_or(due, faulty), sample)
         self._step.assign(step)
@@ -160,38 +167,44 @@ class StepStatistics:
         return int(_replicas(self._step)[0])
 
     def skips(self) -> tuple[int, int]:
-        """Returns the steps that `own_skips` counted, in all and in a row; waits for the device."""
+        """Returns the steps counted as skipped, in all and in a row; waits for the device."""
         return int(_replicas(self._skipped)[0]), int(_replicas(self._consecutive)[0])
 
     def past(self, first: int, last: int) -> list[PastStep]:
-        """Returns the remembered steps from `first` to `last`, which is at most the last taken."""
+        """Returns the remembered steps from `first` to `last`, at most the last taken."""
         rows = _replicas(self._past)[0]
         first = max(first, last - self._remembered + 1)
-        places = ((step, rows[(step - 1) % self._remembered]) for step in range(first, last + 1))
+        steps = range(first, last + 1)
+        places = ((step, rows[(step - 1) % self._remembered]) for step in steps)
         return [(step, float(scale), int(skipped)) for step, (scale, skipped) in places]
 
 
-def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
-    """Counts the values of tensors by binary exponent, and those over two bounds, float32 scalars.
+def count_values(tensors: Sequence[Tensor], bound: Tensor, second_bound: Tensor) -> Tensor:
+    """Counts values of tensors by binary exponent, and those over two bounds, float32 scalars.
 
-    Only the values of `tf.IndexedSlices` count, and None has none. The exponent is read from the
-    bits. XLA can compile it. Values below float32's normal range, 2**-126, count as zero, as most
-    ops of TensorFlow flush them.
+    Only the values of `tf.IndexedSlices` count, and None has none. The exponent is read from
+    the bits. XLA can compile it. Values below float32's normal range, 2**-126, count as zero,
+    as most ops of TensorFlow flush them.
 
     Returns:
         A row of int64 columns for each tensor, which `histogram` reads.
     """
     bounds = tf.cast(tf.stack([bound, second_bound]), tf.float32)
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
     nothing = tf.zeros((COLUMNS,), tf.int64)
     count = _counter(tf_private.op_determinism_is_enabled())
-    rows = [nothing if each is None else count(_as_float32(each), bounds) for each in values]
-    return tf.stack(rows)
+
+    def row(tensor: Tensor) -> Tensor:
+        if tensor is None:
+            return nothing
+        values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+        return count(_as_float32(values), bounds)
+
+    return tf.stack([row(tensor) for tensor in tensors])
 
 
 @functools.cache
-def _counter(deterministic: bool) -> Any:
-    """Returns the function for a tensor: one trace for all, and in a graph one node for each."""
+def _counter(deterministic: bool) -> Function:
+    """Returns the function for a tensor: one trace for all, in a graph a node for each."""
     counts = _deterministic_counts if deterministic else _counts
     return tf.function(
         functools.partial(_counted, counts),
@@ -201,7 +214,7 @@ def _counter(deterministic: bool) -> Any:
     )
 
 
-def _counted(counts_of: Callable[[Any], Any], values: Any, bounds: Any) -> Any:
+def _counted(counts_of: Callable[[Tensor], Tensor], values: Tensor, bounds: Tensor) -> Tensor:
     """Returns the row of a tensor.
 
     Sums are int64: TensorFlow computes int32 sums on the host, wherever the tensors are.
@@ -216,7 +229,7 @@ def _counted(counts_of: Callable[[Any], Any], values: Any, bounds: Any) -> Any:
     return tf.concat([tf.cast(counts, tf.int64), tf.stack([*numbers, largest_bits])], 0)
 
 
-def _counts(bits: Any) -> Any:
+def _counts(bits: Tensor) -> Tensor:
     """Returns how many of the bit patterns have each exponent."""
     exponents = tf.bitwise.right_shift(bits, np.uint32(MANTISSA_BITS))
     return tf.raw_ops.DenseBincount(
@@ -227,8 +240,8 @@ def _counts(bits: Any) -> Any:
     )
 
 
-def _deterministic_counts(bits: Any) -> Any:
-    """The same by sums of integers: GPUs reject DenseBincount, which is faster, under determinism.
+def _deterministic_counts(bits: Tensor) -> Tensor:
+    """The same by sums of integers: under determinism GPUs reject DenseBincount, the faster op.
 
     GPUs add up atomically: apart by leading bits of the mantissa, additions wait less.
     """
@@ -240,7 +253,7 @@ def _deterministic_counts(bits: Any) -> Any:
     return tf.reduce_sum(tf.reshape(tf.cast(apart, tf.int64), (EXPONENTS, -1)), 1)
 
 
-def _as_float32(values: Any) -> Any:
+def _as_float32(values: Tensor) -> Tensor:
     if values.dtype != tf.float64:
         return tf.cast(values, tf.float32)
     # Values out of float32's range count as its largest or its smallest normal number.
@@ -250,14 +263,14 @@ def _as_float32(values: Any) -> Any:
     return tf.cast(tf.where(inside, held, values), tf.float32)
 
 
-def only_if(wanted: Any, work: Callable[[], None]) -> None:
+def only_if(wanted: Tensor, work: Callable[[], None]) -> None:
     """Does some work if a scalar bool tensor is True; otherwise it costs almost nothing.
 
     The work is traced again at each call: each replica of a strategy has its own variables.
     """
     if not tf.executing_eagerly():
-        # One node in the branch: otherwise TensorFlow would lower the branch into the graph around
-        # it, and propagate a dead tensor to each of its nodes at every step.
+        # One node in the branch: otherwise TensorFlow would lower the branch into the graph
+        # around it, and propagate a dead tensor to each of its nodes at every step.
         work = tf.function(work, autograph=False, experimental_attributes={"_noinline": True})
 
     def branch() -> None:
@@ -266,7 +279,7 @@ def only_if(wanted: Any, work: Callable[[], None]) -> None:
     tf.cond(wanted, branch, lambda: None)
 
 
-def _local_variable(value: Any) -> tf.Variable:
+def _local_variable(value: np.ndarray) -> tf.Variable:
     # Under a strategy every replica writes its own copy and nothing is communicated.
     return tf.Variable(
         value,
@@ -276,11 +289,11 @@ def _local_variable(value: Any) -> tf.Variable:
     )
 
 
-def _replicas(variable: Any) -> list[np.ndarray]:
+def _replicas(variable: Variable) -> list[np.ndarray]:
     strategy = getattr(variable, "distribute_strategy", None)
     if strategy is None:
         return [variable.numpy()]
-    return [each.numpy() for each in strategy.experimental_local_results(variable)]
+    return [replica.numpy() for replica in strategy.experimental_local_results(variable)]
 
 
 # ---- Histograms ----------------------------------------------------------------------------------
@@ -290,9 +303,9 @@ def _replicas(variable: Any) -> list[np.ndarray]:
 class ExponentHistogram:
     """Numbers of a tensor's values by binary exponent.
 
-    For each exponent e the number of finite values with 2**e <= |value| < 2**(e + 1); numbers of
-    zeros, infs of either sign, NaNs, and values over 65504, infs included. `largest` is the largest
-    finite absolute value, or 0.
+    For each exponent e the number of finite values with 2**e <= |value| < 2**(e + 1); numbers
+    of zeros, infs of either sign, NaNs, and values over 65504, infs included. `largest` is the
+    largest finite absolute value, or 0.
     """
 
     counts: Mapping[int, int] = field(default_factory=dict)
@@ -323,7 +336,7 @@ class ExponentHistogram:
         return {name: part / total for name, part in zip(SHARES, parts, strict=True)}
 
     def shifted(self, exponent: int, over: int) -> ExponentHistogram:
-        """Returns the histogram of the values times 2**exponent, of which `over` exceed 65504."""
+        """Returns the histogram of the values times 2**exponent; `over` of these exceed 65504."""
         counts = {e + exponent: number for e, number in self.counts.items()}
         largest = self.largest * 2.0**exponent
         return ExponentHistogram(counts, self.zeros, self.infs, self.nans, over, largest)
@@ -343,18 +356,19 @@ class ExponentHistogram:
 def total(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
     """Returns the histogram of all values of several tensors together."""
     listed = list(histograms)
-    counts = sum((Counter(each.counts) for each in listed), Counter())
+    counts = sum((Counter(part.counts) for part in listed), Counter())
     names = ("zeros", "infs", "nans", "over")
-    sums = {name: sum(getattr(each, name) for each in listed) for name in names}
-    largest = max((each.largest for each in listed), default=0.0)
+    sums = {name: sum(getattr(part, name) for part in listed) for name in names}
+    largest = max((part.largest for part in listed), default=0.0)
     return ExponentHistogram(dict(counts), **sums, largest=largest)
 
 
 def suggested_scale(unscaled: ExponentHistogram) -> float | None:
-    """Returns the loss scale with the most values of unscaled gradients in float16's normal range.
+    """Returns the loss scale with the most unscaled values in float16's normal range.
 
     It is a power of two with which no value exceeds 65504; of several with as many values of
-    2**-14 or more the one in the middle, with equal margins. None without a finite nonzero value.
+    2**-14 or more the one in the middle, with equal margins. None without a finite nonzero
+    value.
     """
     if not unscaled.counts or not unscaled.largest:
         return None
@@ -363,17 +377,22 @@ def suggested_scale(unscaled: ExponentHistogram) -> float | None:
         top -= 1
     # Below this no value is in the normal range.
     bottom = NORMAL - max(unscaled.counts)
-    scales = range(min(bottom, top), top + 1)
-    in_range = {k: sum(n for e, n in unscaled.counts.items() if e + k >= NORMAL) for k in scales}
+    shifts = range(min(bottom, top), top + 1)
+
+    def in_normal_range(shift: int) -> int:
+        return sum(number for e, number in unscaled.counts.items() if e + shift >= NORMAL)
+
+    in_range = {shift: in_normal_range(shift) for shift in shifts}
     most = max(in_range.values())
-    best = [k for k in scales if in_range[k] == most]
+    best = [shift for shift in shifts if in_range[shift] == most]
     return 2.0 ** best[len(best) // 2]
 
 
 def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHistogram, int]:
-    """Returns the histogram of values divided by `scale`, and the number over the second bound.
+    """Returns the histogram of values over `scale`, and the number over the second bound.
 
-    `rows` are the counts of each replica. Other scales than powers of two are rounded down to one.
+    `rows` are the counts of each replica. Other scales than powers of two are rounded down to
+    one.
     """
     columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
     counts = {i - _BIAS: n for i, n in enumerate(columns[:EXPONENTS]) if n}
@@ -394,8 +413,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Returns the record of a sample of gradients, as `NumericsMonitor` describes it.
 
-    `names` are the variables', in the sample's order; `past` has the steps since the last record,
-    `skips` the numbers of skipped steps, in all and in a row.
+    `names` are the variables', in the sample's order; `past` has the steps since the last
+    record, `skips` the numbers of skipped steps, in all and in a row.
     """
     # A scale that is not a power of two is rounded down to one.
     exponent = math.frexp(sample.loss_scale)[1] - 1
@@ -404,14 +423,14 @@ def make_record(
         unscaled[name], over = histogram(rows, sample.divisor)
         scaled[name] = unscaled[name].shifted(exponent, over)
     everything = total(unscaled.values()), total(scaled.values())
-    bad = [name for name, each in unscaled.items() if each.nonfinite]
+    bad = [name for name, described in unscaled.items() if described.nonfinite]
     return {
         "step": sample.step,
         "loss_scale": sample.loss_scale,
         "suggested_scale": suggested_scale(everything[0]),
         "skipped_steps": skips[0],
         "consecutive_skipped_steps": skips[1],
-        "loss_scales": [list(next(group)[:2]) for _, group in groupby(past, key=lambda x: x[1])],
+        "loss_scales": _changes(past),
         "skipped": _skipped(past, skips[0]),
         "first_nonfinite": bad[0] if bad else None,
         "gradients": _described(*everything),
@@ -423,6 +442,13 @@ def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[s
     return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
 
 
+def _changes(past: Sequence[PastStep]) -> list[list[float]]:
+    """Pairs of the step at which the loss scale changed, and the scale from it on."""
+    groups = groupby(past, key=lambda taken: taken[1])
+    return [list(next(group)[:2]) for _, group in groups]
+
+
 def _skipped(past: Sequence[PastStep], skipped: int) -> list[int]:
     after = [before for _, _, before in past[1:]] + [skipped]
-    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
+    pairs = zip(past, after, strict=False)
+    return [step for (step, _, before), then in pairs if then > before]

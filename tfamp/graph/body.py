@@ -1,17 +1,18 @@
-"""One body of a graph, the graph itself or a function: its nodes, and edits of them in place."""
+"""A body of a graph, the graph itself or a function: its nodes, and edits of them in place."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import ArgDef, AttrValue, FunctionDef, NodeDef
 from tfamp.graph.nodes import (
     SHAPES,
     called_by,
@@ -32,7 +33,7 @@ _COLOCATION, _WITH = "_class", "loc:@"
 
 
 class Body:
-    """The nodes of one body of a graph: reads, adds, replaces, rewires and drops them, in place.
+    """The nodes of a body of a graph: reads, adds, replaces, rewires and drops them, in place.
 
     A body is the graph itself or a function of its library. The name of a tensor is "node" or
     "node:1" in a graph, and "node:output:0", with the op's name of the output, in a function.
@@ -51,7 +52,7 @@ class Body:
 
     def __init__(
         self,
-        definition: Any,
+        definition: FunctionDef,
         functions: Mapping[str, Body] | None = None,
         kept: Iterable[str] = (),
     ) -> None:
@@ -70,34 +71,34 @@ class Body:
         return str(self.definition.signature.name) if self.is_function else MAIN_GRAPH
 
     @functools.cached_property
-    def by_name(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, NodeDef]:
         """The nodes by name."""
-        found: dict[str, Any] = {}
+        nodes: dict[str, NodeDef] = {}
         for node in self.nodes:
-            if found.setdefault(node.name, node) is not node:
+            if nodes.setdefault(node.name, node) is not node:
                 raise self.error(node, "another node has the same name")
-        return found
+        return nodes
 
     @functools.cached_property
-    def by_op(self) -> defaultdict[str, list[Any]]:
+    def by_op(self) -> defaultdict[str, list[NodeDef]]:
         """The nodes by op type, also under op types that they had before."""
-        found = defaultdict[str, list[Any]](list)
+        nodes = defaultdict[str, list[NodeDef]](list)
         for node in self.by_name.values():
-            found[node.op].append(node)
-        return found
+            nodes[node.op].append(node)
+        return nodes
 
-    def of_types(self, *ops: str) -> list[Any]:
+    def of_types(self, *ops: str) -> list[NodeDef]:
         """Returns the nodes of some op types."""
         return [node for op in ops for node in self.by_op.get(op, ()) if node.op == op]
 
     @functools.cached_property
     def consumers(self) -> defaultdict[str, list[str]]:
         """For each node the names of its consumers, control edges included, once an input."""
-        found = defaultdict[str, list[str]](list)
+        consumers = defaultdict[str, list[str]](list)
         for node in self.by_name.values():
             for name in node.input:
-                found[node_name(name)].append(node.name)
-        return found
+                consumers[node_name(name)].append(node.name)
+        return consumers
 
     @property
     def kept(self) -> frozenset[str]:
@@ -108,17 +109,17 @@ class Body:
         return frozenset(map(node_name, results))
 
     @property
-    def arguments(self) -> Any:
+    def arguments(self) -> Sequence[ArgDef]:
         """The arguments of the function; a graph has none."""
         return self.definition.signature.input_arg if self.is_function else ()
 
     @property
-    def results(self) -> Any:
+    def results(self) -> Sequence[ArgDef]:
         """The results of the function; a graph has none."""
         return self.definition.signature.output_arg if self.is_function else ()
 
     @property
-    def returned(self) -> Any:
+    def returned(self) -> MutableMapping[str, str]:
         """The tensor of each result of the function by its name."""
         return self.definition.ret if self.is_function else {}
 
@@ -127,14 +128,14 @@ class Body:
         """Whether it has control flow of TensorFlow 1."""
         return not OLD_CONTROL_FLOW.isdisjoint(self.by_op)
 
-    def named(self, name: str) -> Any:
+    def named(self, name: str) -> NodeDef:
         """Returns the node of a name, or the argument or result (`RESULT`) of the function."""
         node = self.by_name.get(name)
         if node is not None or not self.is_function:
             return node
-        own = name.removeprefix(RESULT)
-        entries = self.arguments if own == name else self.results
-        return next((each for each in entries if each.name == own), None)
+        plain = name.removeprefix(RESULT)
+        entries = self.arguments if plain == name else self.results
+        return next((argument for argument in entries if argument.name == plain), None)
 
     def taken(self, name: str) -> list[str]:
         """Returns the inputs of a node, or of a result (`RESULT`)."""
@@ -159,7 +160,7 @@ class Body:
 
         return set(reach(filter(nodes.__contains__, map(node_name, names)), taken))
 
-    def error(self, node: Any, cause: str) -> RewriteError:
+    def error(self, node: NodeDef, cause: str) -> RewriteError:
         """Returns an error that names a node and its function."""
         place = f" of function {self.scope!r}" if self.is_function else ""
         return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
@@ -167,7 +168,7 @@ class Body:
     # ---- Called functions ------------------------------------------------------------------------
 
     @property
-    def callers(self) -> list[Any]:
+    def callers(self) -> list[NodeDef]:
         """The nodes that may call functions."""
         ops = (op for op in self.by_op if op in self.functions or may_name_functions(op))
         return self.of_types(*list(ops))
@@ -177,13 +178,14 @@ class Body:
         return itertools.chain.from_iterable(map(called_by, self.callers))
 
     def reached(self, names: Iterable[str]) -> list[Body]:
-        """The functions of the graph that these call, directly or not, with their own names."""
+        """The functions that these call, directly or not, by their names in the graph."""
         functions = self.functions
 
         def called(name: str) -> Iterator[str]:
             return filter(functions.__contains__, functions[name].calls())
 
-        return [functions[name] for name in reach(filter(functions.__contains__, names), called)]
+        known = filter(functions.__contains__, names)
+        return [functions[name] for name in reach(known, called)]
 
     def rename_calls(self, names: Container[str], suffix: str) -> None:
         """Appends a suffix to the names of some functions where nodes call them."""
@@ -196,22 +198,23 @@ class Body:
 
     # ---- Tensors ---------------------------------------------------------------------------------
 
-    def signature(self, node: Any) -> OpSignature:
-        """Returns the signature of a node's op; a RewriteError names an op that is not known."""
+    def signature(self, node: NodeDef) -> OpSignature:
+        """Returns the signature of a node's op; a RewriteError names an unknown op."""
         if node.op in self.functions:
             return signature(self.functions[node.op].definition.signature)
-        own = registered_signature(node.op)
-        if own is None:
+        known = registered_signature(node.op)
+        if known is None:
             cause = "TensorFlow does not know this op; load its library before the rewrite"
             raise self.error(node, cause)
-        return own
+        return known
 
-    def tensor(self, node: Any, port: int = 0) -> str:
+    def tensor(self, node: NodeDef, port: int = 0) -> str:
         """Returns the name of an output of a node."""
         if not self.is_function:
             return f"{node.name}:{port}" if port else str(node.name)
         firsts = first_ports(self.signature(node), node)
-        output, first = [each for each in firsts.items() if each[1] <= port][-1]
+        starts = [(first, output) for output, first in firsts.items() if first <= port]
+        first, output = starts[-1]
         return f"{node.name}:{output}:{port - first}"
 
     def port(self, tensor: str) -> int:
@@ -229,7 +232,8 @@ class Body:
     def shape(self, tensor: str) -> list[int] | None:
         """Returns the dimensions of a tensor, -1 for unknown ones; None for an unknown rank."""
         node = self.by_name.get(node_name(tensor))
-        attrs, port = self._argument_attrs(tensor) if node is None else node.attr, self.port(tensor)
+        attrs = self._argument_attrs(tensor) if node is None else node.attr
+        port = self.port(tensor)
         shapes = attrs[SHAPES].list.shape if SHAPES in attrs else ()
         if not 0 <= port < len(shapes) or shapes[port].unknown_rank:
             return None
@@ -239,12 +243,12 @@ class Body:
         """Returns the same, but [] for an unknown rank."""
         return self.shape(tensor) or []
 
-    def _argument_attrs(self, name: str) -> Any:
+    def _argument_attrs(self, name: str) -> Mapping[str, AttrValue]:
         """The attributes of an argument of the function."""
-        places = {each.name: position for position, each in enumerate(self.arguments)}
+        places = {argument.name: i for i, argument in enumerate(self.arguments)}
         return self.argument_attrs(places[name]) if name in places else {}
 
-    def argument_attrs(self, position: int) -> Any:
+    def argument_attrs(self, position: int) -> Mapping[str, AttrValue]:
         """The attributes of an argument of the function by its position, {} if it has none."""
         known = self.is_function and position in self.definition.arg_attr
         return self.definition.arg_attr[position].attr if known else {}
@@ -254,7 +258,7 @@ class Body:
         wanted = node_name(wanted)  # In a broken graph a node may have the name of a tensor.
         if not self.is_function:
             return free_name(wanted, self.by_name)
-        taken = dict.fromkeys(each.name for each in (*self.arguments, *self.results))
+        taken = dict.fromkeys(argument.name for argument in (*self.arguments, *self.results))
         return free_name(wanted, ChainMap(self.by_name, taken))
 
     # ---- Edits -----------------------------------------------------------------------------------
@@ -292,14 +296,20 @@ class Body:
         types = {"SrcT": dtypes[0], "DstT": dtypes[1], "Truncate": False}
         return self.add(name, "Cast", [tensor], dims, device, **types)
 
-    def constant(self, name: str, values: Any, device: str = "", dtype: tf.DType = tf.int32) -> str:
+    def constant(
+        self,
+        name: str,
+        values: Any,
+        device: str = "",
+        dtype: tf.DType = tf.int32,
+    ) -> str:
         """Adds a constant; returns its tensor."""
         value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values, dtype))
         return self.add(name, "Const", (), np.shape(values), device, dtype=dtype, value=value)
 
     def become(
         self,
-        node: Any,
+        node: NodeDef,
         op: str,
         inputs: Iterable[str],
         dims: Iterable[int] | None = None,
@@ -318,7 +328,7 @@ class Body:
         if self.tensor(node) != before:
             self._respelled[before] = self.tensor(node)
 
-    def become_identity(self, node: Any, dtype: int) -> None:
+    def become_identity(self, node: NodeDef, dtype: int) -> None:
         """Replaces a node with an Identity of its first input."""
         self.become(node, "Identity", node.input[:1], T=tf.as_dtype(dtype))
 
@@ -329,19 +339,19 @@ class Body:
 
     def rewire(self, spelled: Mapping[str, str]) -> None:
         """Rewires consumers of some tensors to others, results of the function included."""
-        users = {each for tensor in spelled for each in self.consumers[node_name(tensor)]}
+        users = {user for tensor in spelled for user in self.consumers[node_name(tensor)]}
         for node in (self.by_name[name] for name in sorted(users)):
             self.set_inputs(node, [spelled.get(name, name) for name in node.input])
         for name, tensor in list(self.returned.items()):
             self.returned[name] = spelled.get(tensor, tensor)
 
-    def set_op(self, node: Any, op: str) -> None:
+    def set_op(self, node: NodeDef, op: str) -> None:
         """Gives a node another op type."""
         if node.op != op:
             self.by_op[op].append(node)
             node.op = op
 
-    def set_inputs(self, node: Any, inputs: Iterable[str]) -> None:
+    def set_inputs(self, node: NodeDef, inputs: Iterable[str]) -> None:
         """Gives a node other inputs."""
         before = list(node.input)
         node.input[:] = inputs
@@ -366,7 +376,7 @@ class Body:
         """Removes nodes, and colocation constraints with them."""
         places = {f"{_WITH}{name}".encode() for name in names}
 
-        def left() -> Iterator[Any]:
+        def left() -> Iterator[NodeDef]:
             for node in self.nodes:
                 if node.name not in names:
                     if _COLOCATION in node.attr:
@@ -380,14 +390,14 @@ class Body:
         """Removes all other nodes, as `drop` does."""
         self.drop(self.by_name.keys() - names)
 
-    def replace_nodes(self, left: Iterable[Any]) -> None:
+    def replace_nodes(self, left: Iterable[NodeDef]) -> None:
         """Replaces all nodes."""
         refill(self.nodes, left)
         for name in ("by_name", "by_op", "consumers"):
             self.__dict__.pop(name, None)
 
     def add_argument(
-        self, name: str, dtype: int, place: int | None = None, shapes: Any = None
+        self, name: str, dtype: int, place: int | None = None, shapes: AttrValue = None
     ) -> None:
         """Adds an argument to the function, before the one that is at a position now."""
         place = len(self.arguments) if place is None else place
@@ -407,7 +417,7 @@ class Body:
         self.definition.signature.control_output.append(name)
         self.definition.control_ret[name] = node
 
-    def _fill(self, node: Any, dims: Iterable[int] | None, attrs: Mapping[str, Any]) -> None:
+    def _fill(self, node: NodeDef, dims: Iterable[int] | None, attrs: Mapping[str, Any]) -> None:
         for name, value in attrs.items():
             node.attr[name].CopyFrom(_attr_value(value))
         if dims is not None:
@@ -416,14 +426,14 @@ class Body:
             node.attr[SHAPES].list.shape.append(shape.as_proto())
 
 
-def _drop_colocation(node: Any, places: Set[bytes]) -> None:
-    found = node.attr[_COLOCATION].list.s
-    found[:] = [each for each in found if each not in places]
-    if not found:
+def _drop_colocation(node: NodeDef, places: Set[bytes]) -> None:
+    constraints = node.attr[_COLOCATION].list.s
+    constraints[:] = [place for place in constraints if place not in places]
+    if not constraints:
         del node.attr[_COLOCATION]
 
 
-def _attr_value(value: Any) -> Any:
+def _attr_value(value: Any) -> AttrValue:
     """A plain value as an `AttrValue`."""
     make = tf.compat.v1.AttrValue
     if isinstance(value, make):
@@ -433,7 +443,7 @@ def _attr_value(value: Any) -> Any:
     for kind, field in ((bool, "b"), (bytes, "s"), (int, "i")):  # A bool is an int too.
         if isinstance(value, kind):
             return make(**{field: value})
-    types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
+    types = [dtype.as_datatype_enum for dtype in value if isinstance(dtype, tf.DType)]
     return make(list=make.ListValue(type=types, i=[] if types else value))
 
 
@@ -447,7 +457,7 @@ def _insert(entries: Any, place: int, name: str, dtype: int) -> None:
 
 def _make_room(table: Any, place: int) -> None:
     """Shifts the entries of a protobuf map of arguments by one from a position on."""
-    for position in sorted((each for each in table if each >= place), reverse=True):
+    for position in sorted((key for key in table if key >= place), reverse=True):
         value = table.pop(position)
         if hasattr(value, "SerializeToString"):
             table[position + 1].CopyFrom(value)

@@ -9,12 +9,13 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
+from tfamp.core.kinds import Tensor
 from tfamp.core.options import checked_number
 from tfamp.graph.graph import Graph
 from tfamp.graph.observe import Observer, input_specs, observed_scopes, used_part
@@ -26,29 +27,30 @@ from tfamp.planning.ranges import Limits, Ranges, TensorRange
 class Calibration:
     """Data for finding values that are too large for low precision, before a rewrite.
 
-    The function runs in float32 on each element of the data; a few batches that are typical, and
-    some that are extreme, are enough. What exceeds a limit stays float32, and the plan gives the
-    number. A loss scale makes gradients large on purpose: for a train step with one, give a larger
-    `data_max`, such as 2**15, or calibrate with a scale of 1.
+    The function runs in float32 on each element of the data; a few batches that are typical,
+    and some that are extreme, are enough. What exceeds a limit stays float32, and the plan
+    gives the number. A loss scale makes gradients large on purpose: for a train step with one,
+    give a larger `data_max`, such as 2**15, or calibrate with a scale of 1.
 
     Args:
-        data: One element for each call: a tuple of its arguments, a dict of its keyword arguments,
-            or its only argument, such as an array. A `tf.data.Dataset` will do. An iterator is read
-            when the calibration is made, as data may be iterated more than once.
+        data: One element for each call: a tuple of its arguments, a dict of its keyword
+            arguments, or its only argument, such as an array. A `tf.data.Dataset` will do. An
+            iterator is read when the calibration is made, as data may be iterated more than
+            once.
         data_max: Largest magnitude that may be in low precision; None is 512 for float16 and no
             limit for bfloat16. `math.inf` switches it off.
         reduction_depth: Largest number of values that may be added up for a result in low
-            precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16 and
-            256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit in
-            matmuls and convolutions, whose kernels add up in float32.
+            precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16
+            and 256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit
+            in matmuls and convolutions, whose kernels add up in float32.
 
     A warning names the first input that holds NaN: what is computed from it stays float32.
 
     Raises:
         TypeError: The data is a single array or dict, or not an iterable; or a limit is not a
             number.
-        ValueError: The data is endless, or a limit is not positive; empty data is an error when it
-            is read.
+        ValueError: The data is endless, or a limit is not positive; empty data is an error when
+            it is read.
 
     Example:
         >>> calibration = Calibration([([1.0, 2.0],), {"x": [3.0]}], data_max=1000.0)
@@ -92,11 +94,11 @@ class Calibration:
         data_max: float | None = None,
         reduction_depth: int | None = None,
     ) -> Calibration:
-        """Reads a file that `numpy.savez` wrote: one call, with its arrays as keyword arguments.
+        """Reads a file of `numpy.savez`: one call, with its arrays as keyword arguments.
 
         Args:
-            path: The file. Its arrays have the names of the function's inputs; their first axis is
-                the batch.
+            path: The file. Its arrays have the names of the function's inputs; their first axis
+                is the batch.
             data_max: As for `Calibration`.
             reduction_depth: As for `Calibration`.
 
@@ -131,12 +133,12 @@ class Calibration:
             ValueError: The data is empty.
         """
         is_empty = True
-        for each in self.data:
+        for element in self.data:
             is_empty = False
-            if isinstance(each, Mapping):
-                yield (), {str(name): value for name, value in each.items()}
+            if isinstance(element, Mapping):
+                yield (), {str(name): value for name, value in element.items()}
             else:
-                yield (tuple(each) if isinstance(each, tuple) else (each,)), {}
+                yield (tuple(element) if isinstance(element, tuple) else (element,)), {}
         if is_empty:
             raise ValueError("Calibration needs at least one call's data; got none.")
 
@@ -163,69 +165,75 @@ def _check_data(data: Any) -> None:
     is_one = isinstance(data, Mapping | str | bytes) or hasattr(data, "shape")
     if is_one or not isinstance(data, Iterable):
         raise TypeError(
-            "data must be an iterable with one element for each call: a tuple of arguments, a dict "
-            f"of keyword arguments, or the only argument; got {type(data).__name__}. For one call "
-            "put it into a list: [x]."
+            "data must be an iterable with one element for each call: a tuple of arguments, "
+            "a dict of keyword arguments, or the only argument; got "
+            f"{type(data).__name__}. For one call put it into a list: [x]."
         )
 
 
 # ---- Measuring -----------------------------------------------------------------------------------
+
+# Name and spec of an input.
+_Input: TypeAlias = tuple[str, tf.TensorSpec]
 
 
 def measure(
     graph: Graph,
     inputs: Sequence[str],
     batches: Iterable[Sequence[Any]],
-    captures: Sequence[Any],
+    captures: Sequence[Tensor],
     outputs: Sequence[str],
 ) -> Ranges:
     """Runs a graph on data and returns the range of each float tensor that the outputs need.
 
-    The inputs get the values of one batch after another, then the captures. Variables are as before
-    afterwards; the state of random number generators, tables and iterators is not restored.
+    The inputs get the values of one batch after another, then the captures. Variables are as
+    before afterwards; the state of random number generators, tables and iterators is not
+    restored.
     """
     used = used_part(graph, inputs, outputs)
     observer = Observer(used, observed_scopes(used), inputs, outputs, _range_after)
-    given = list(zip(inputs, input_specs(graph, inputs), strict=True))
-    given = given[: len(inputs) - len(captures)]
-    return observer.run([*values, *captures] for values in _fitting(batches, given))
+    named_specs = list(zip(inputs, input_specs(graph, inputs), strict=True))
+    named_specs = named_specs[: len(inputs) - len(captures)]
+    return observer.run([*values, *captures] for values in _fitting(batches, named_specs))
 
 
 def _fitting(
-    batches: Iterable[Sequence[Any]], given: Sequence[tuple[str, Any]]
-) -> Iterator[list[Any]]:
+    batches: Iterable[Sequence[Any]],
+    inputs: Sequence[_Input],
+) -> Iterator[list[Tensor]]:
     """The batches as tensors; a warning names the first input with a NaN.
 
     An infinity may be a mask: only the reasons in the plan name it.
     """
     is_finite = True
     for number, batch in enumerate(batches):
-        values = list(_tensors(number, batch, given))
-        nan = [name for value, (name, _) in zip(values, given, strict=True) if _has_nan(value)]
-        if nan and is_finite:
+        values = list(_tensors(number, batch, inputs))
+        pairs = zip(values, inputs, strict=True)
+        with_nan = [name for value, (name, _) in pairs if _has_nan(value)]
+        if with_nan and is_finite:
             is_finite = False
             text = (
-                f"Calibration batch {number}: the input {nan[0]} holds NaN. Values computed from "
-                "it cannot be measured and stay float32. Give data without NaN, unless the model "
-                "is made for it."
+                f"Calibration batch {number}: the input {with_nan[0]} holds NaN. Values "
+                "computed from it cannot be measured and stay float32. Give data without NaN, "
+                "unless the model is made for it."
             )
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())
         yield values
 
 
-def _has_nan(value: Any) -> bool:
+def _has_nan(value: Tensor) -> bool:
     return value.dtype.is_floating and bool(np.isnan(value.numpy()).any())
 
 
-def _tensors(number: int, batch: Any, given: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+def _tensors(number: int, batch: Any, inputs: Sequence[_Input]) -> Iterator[Tensor]:
     """The values of a batch as tensors of the dtypes that the inputs have."""
     values = list(batch) if isinstance(batch, list | tuple) else [batch]
-    if len(values) != len(given):
+    if len(values) != len(inputs):
         raise ValueError(
             f"Calibration batch {number} has {len(values)} values; the graph takes "
-            f"{len(given)}: {', '.join(name for name, _ in given)}."
+            f"{len(inputs)}: {', '.join(name for name, _ in inputs)}."
         )
-    for value, (name, spec) in zip(values, given, strict=True):
+    for value, (name, spec) in zip(values, inputs, strict=True):
         try:
             tensor = tf.convert_to_tensor(value, spec.dtype)
             fits = spec.shape.is_compatible_with(tensor.shape)
@@ -234,17 +242,18 @@ def _tensors(number: int, batch: Any, given: Sequence[tuple[str, Any]]) -> Itera
         if not fits or (spec.dtype.is_integer and np.asarray(value).dtype.kind == "f"):
             dtype = getattr(value, "dtype", type(value).__name__)
             raise ValueError(
-                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of shape "
-                f"{spec.shape}; got {getattr(dtype, 'name', dtype)} of shape {np.shape(value)}."
+                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of "
+                f"shape {spec.shape}; got {getattr(dtype, 'name', dtype)} of shape "
+                f"{np.shape(value)}."
             )
         yield tensor
 
 
-def _range_after(before: TensorRange | None, value: Any) -> TensorRange:
+def _range_after(before: TensorRange | None, value: np.ndarray) -> TensorRange:
     """Adds one execution to the range of a tensor, as an `Observer` needs it."""
     low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
     largest = max(abs(low), abs(high))
     # A NaN hides how large the other values are.
     size = 0.0 if math.isnan(low) else largest
-    found = TensorRange(size, not math.isfinite(largest), value.shape)
-    return found if before is None else before.joined(found)
+    observed = TensorRange(size, not math.isfinite(largest), value.shape)
+    return observed if before is None else before.joined(observed)

@@ -6,13 +6,13 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.kinds import FunctionDef, GraphDef, NodeDef
 from tfamp.graph.body import Body, refill
 from tfamp.graph.inlining import inline
-from tfamp.graph.loops import Loop, own_loops
+from tfamp.graph.loops import Loop, changeable_loops
 from tfamp.graph.nodes import named_functions
 from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, reach
 
@@ -50,7 +50,7 @@ class Graph:
         weights: Arguments of loops' functions that hold weights, as (function, argument).
     """
 
-    def __init__(self, graph_def: Any, kept: Iterable[str] = ()) -> None:
+    def __init__(self, graph_def: GraphDef, kept: Iterable[str] = ()) -> None:
         self.graph_def = graph_def
         self.functions: dict[str, Body] = {}
         self.main = Body(graph_def, self.functions, kept)
@@ -77,21 +77,21 @@ class Graph:
         return self.functions[scope] if scope else self.main
 
     @property
-    def nodes(self) -> Iterator[Any]:
+    def nodes(self) -> Iterator[NodeDef]:
         """The nodes of the graph and of its functions."""
         return (node for body in self.bodies for node in body.nodes)
 
     def reached(self, names: Iterable[str]) -> list[Body]:
-        """The functions that these call, directly or not, with their own names."""
+        """The functions that these call, directly or not, by their names in the graph."""
         return self.main.reached(names)
 
-    def own_loops(self) -> Iterator[Loop]:
+    def changeable_loops(self) -> Iterator[Loop]:
         """Yields the valid loops of the graph itself whose functions nothing else calls."""
-        return own_loops(self.main)
+        return changeable_loops(self.main)
 
     # ---- Functions -------------------------------------------------------------------------------
 
-    def add_function(self, definition: Any, wanted: str) -> str:
+    def add_function(self, definition: FunctionDef, wanted: str) -> str:
         """Adds a copy of a function under a free name; returns the name."""
         name = free_name(wanted, self.functions)
         self._store(definition, name)
@@ -101,29 +101,29 @@ class Graph:
         """Copies a function; returns the name of the copy."""
         return self.add_function(self.functions[name].definition, name)
 
-    def put_function(self, definition: Any) -> None:
+    def put_function(self, definition: FunctionDef) -> None:
         """Adds a copy of a function under its name, instead of one that has the name."""
         self._store(definition, str(definition.signature.name))
 
-    def _store(self, definition: Any, name: str) -> None:
+    def _store(self, definition: FunctionDef, name: str) -> None:
         known = self.functions.get(name)
-        own = self.graph_def.library.function.add() if known is None else known.definition
-        own.CopyFrom(definition)
-        own.signature.name = name
-        self.functions[name] = Body(own, self.functions)
+        stored = self.graph_def.library.function.add() if known is None else known.definition
+        stored.CopyFrom(definition)
+        stored.signature.name = name
+        self.functions[name] = Body(stored, self.functions)
 
     def keep_functions(self, names: Container[str]) -> None:
         """Drops all other functions."""
         library = self.graph_def.library
-        pairs = [each for each in library.gradient if each.function_name in names]
-        refill(library.gradient, [each for each in pairs if each.gradient_func in names])
+        pairs = [pair for pair in library.gradient if pair.function_name in names]
+        refill(library.gradient, [pair for pair in pairs if pair.gradient_func in names])
         if not all(name in names for name in self.functions):
             refill(library.function, [f for f in library.function if f.signature.name in names])
             self._read_functions()
 
     def drop_uncalled_functions(self) -> None:
         """Drops the functions that no node of the graph calls, directly or not."""
-        self.keep_functions({each.scope for each in self.reached(self.main.calls())})
+        self.keep_functions({body.scope for body in self.reached(self.main.calls())})
 
     def rename_functions(self, suffix: str) -> Graph:
         """Appends a suffix to the name of every function that is reached, and drops the others.
@@ -134,9 +134,10 @@ class Graph:
 
         Example:
             >>> import tensorflow as tf
-            >>> loop = tf.function(lambda n: tf.while_loop(lambda i: i < n, lambda i: [i + 1], [0]))
-            >>> graph_def = loop.get_concrete_function(tf.TensorSpec((), tf.int32)).graph
-            >>> graph = Graph(graph_def.as_graph_def())
+            >>> def count(n):
+            ...     return tf.while_loop(lambda i: i < n, lambda i: [i + 1], [0])
+            >>> traced = tf.function(count).get_concrete_function(tf.TensorSpec((), tf.int32))
+            >>> graph = Graph(traced.graph.as_graph_def())
             >>> names = list(graph.functions)
             >>> [f"{name}_2" for name in names] == list(graph.rename_functions("_2").functions)
             True
@@ -156,8 +157,8 @@ class Graph:
 
     def _read_functions(self) -> None:
         self.functions.clear()
-        for each in self.graph_def.library.function:
-            self.functions[each.signature.name] = Body(each, self.functions)
+        for definition in self.graph_def.library.function:
+            self.functions[definition.signature.name] = Body(definition, self.functions)
 
     # ---- Inlining --------------------------------------------------------------------------------
 
@@ -165,14 +166,14 @@ class Graph:
     def inline_calls(self) -> Graph:
         """Replaces calls with the nodes of the called functions, in functions also.
 
-        The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
-        waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
-        recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or one of so
-        many that the graph would grow by more than 100,000 nodes. Kept names remain. Functions no
-        longer called are still in the library. Returns the graph itself.
+        The nodes of function `f` called by node "c" are named "c/...". What must wait for the
+        call waits for "c", a NoOp then. A call stays where inlining would change what it means:
+        it is recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or
+        one of so many that the graph would grow by more than 100,000 nodes. Kept names remain.
+        Functions no longer called are still in the library. Returns the graph itself.
 
-        Raises RewriteError if a call does not fit its function, if it is its own argument, or if
-        functions call each other hundreds deep.
+        Raises RewriteError if a call does not fit its function, if it is its own argument, or
+        if functions call each other hundreds deep.
 
         Example:
             >>> import tensorflow as tf
@@ -189,14 +190,14 @@ class Graph:
     def flatten(self) -> Graph:
         """Inlines calls, and gives every loop and conditional functions of its own.
 
-        Inlining a function twice makes two nodes of each loop in it. TensorFlow names the gradient
-        of a loop's body after the body: there would be two functions of one name. Returns the graph
-        itself.
+        Inlining a function twice makes two nodes of each loop in it. TensorFlow names the
+        gradient of a loop's body after the body: there would be two functions of one name.
+        Returns the graph itself.
         """
         self.inline_calls()
         taken: set[str] = set()
 
-        def own_branches(scope: str) -> Iterator[str]:
+        def branches_of(scope: str) -> Iterator[str]:
             for node in self.body(scope).of_types(*sorted(BRANCHING)):
                 for _, called in named_functions(node):
                     if called.name in taken:
@@ -205,5 +206,5 @@ class Graph:
                         taken.add(called.name)
                         yield called.name
 
-        reach([MAIN_GRAPH], own_branches)
+        reach([MAIN_GRAPH], branches_of)
         return self

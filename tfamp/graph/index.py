@@ -1,15 +1,15 @@
 """GraphDef -> GraphIndex; with `tfamp.graph.graph` the only reader of protobuf.
 
-Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
-with nothing between them count as one tensor, so that they share one Cast. Indexing compares the
-dtypes of both ends of every edge and raises for an invalid graph.
+Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a
+variable with nothing between them count as one tensor, so that they share one Cast. Indexing
+compares the dtypes of both ends of every edge and raises for an invalid graph.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import ArgDef, AttrValue, GraphDef, NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute_text, function_attributes, tensor_inputs
@@ -46,7 +47,7 @@ _MOST_TENSORS = 2**20
 
 
 def build_indexes(
-    graph_def: Any, *, dtype: str | None = None, device: str = "cpu"
+    graph_def: GraphDef, *, dtype: str | None = None, device: str = "cpu"
 ) -> tuple[GraphIndex, ...]:
     """Indexes a graph and the functions it reaches; the graph is not modified.
 
@@ -128,25 +129,37 @@ class _Indexer:
             self._add_boundary(f"{RESULT}{arg.name}", RESULT, arg, [body.returned[arg.name]])
         return self._finish()
 
-    def _add_boundary(self, name: str, op: str, arg: Any, tensors: list[str]) -> None:
+    def _add_boundary(self, name: str, op: str, arg: ArgDef, tensors: list[str]) -> None:
         places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_name(arg.type)), False),)
         kind = _Kind(places, (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ())
         self._register(kind, tensors, name, op)
 
-    def _add_node(self, node: Any) -> None:
+    def _add_node(self, node: NodeDef) -> None:
         # One read of each field, and attributes as bytes: most nodes are of a known kind.
-        own, op, device, attrs = self.body.signature(node), node.op, node.device, node.attr
-        given = [attrs[each].SerializeToString() if each in attrs else b"" for each in own.deciding]
-        key = op, device, *given, self.dtype is not None and refused_options(node)
+        op_signature = self.body.signature(node)
+        op, device, attrs = node.op, node.device, node.attr
+        deciding = [
+            attrs[name].SerializeToString() if name in attrs else b""
+            for name in op_signature.deciding
+        ]
+        key = op, device, *deciding, self.dtype is not None and refused_options(node)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = self._kind(node, own)
+            kind = self.kinds[key] = self._kind(node, op_signature)
         calls = tuple(function_attributes(node))
         if op in self.body.functions:
             calls = (("", op), *calls)
         position = len(self.nodes)
-        rest = device, calls, own.uses_references, _summing_attributes(node)
-        self._register(kind, tensor_inputs(node), node.name, op, *rest)
+        self._register(
+            kind,
+            tensor_inputs(node),
+            node.name,
+            op,
+            device=device,
+            calls=calls,
+            uses_references=op_signature.uses_references,
+            attrs=_summing_attributes(node),
+        )
         if op == "ReadVariableOp":
             time = (device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
@@ -154,17 +167,18 @@ class _Indexer:
         if op == "Const" and self.dtype is not None and self.slots[-1].dtype == FLOAT32:
             self.largest[position] = largest_finite(attrs["value"].tensor)
 
-    def _kind(self, node: Any, own: OpSignature) -> _Kind:
-        values = {attr: self._value(node, own, attr) for attr in own.deciding}
-        ins = _places(own.inputs, values)
-        outs = _places(own.outputs, values)
-        types = {attr: values[attr] for attr in own.allowed}
-        low = {attr: self._can_be_low(node, own, types, attr) for attr in types}
+    def _kind(self, node: NodeDef, op_signature: OpSignature) -> _Kind:
+        values = {attr: self._value(node, op_signature, attr) for attr in op_signature.deciding}
+        ins = _places(op_signature.inputs, values)
+        outs = _places(op_signature.outputs, values)
+        types = {attr: values[attr] for attr in op_signature.allowed}
+        low = {attr for attr in types if self._can_be_low(node, op_signature, types, attr)}
         # Single dtypes that no tensor uses too, as a TensorList's element dtype.
-        single = ((attr, None, types[attr][0]) for attr in types if attr not in own.lists)
+        unlisted = [attr for attr in types if attr not in op_signature.lists]
+        single = ((attr, None, types[attr][0]) for attr in unlisted)
         places = list(dict.fromkeys((*ins, *outs, *single)))
         return _Kind(
-            tuple((each, each[2] == FLOAT32 and low.get(each[0], False)) for each in places),
+            tuple((place, place[2] == FLOAT32 and place[0] in low) for place in places),
             tuple(map(places.index, ins)),
             tuple(map(places.index, outs)),
         )
@@ -175,6 +189,7 @@ class _Indexer:
         tensors: list[str],
         name: str,
         op: str,
+        *,
         device: str = "",
         calls: tuple[tuple[str, str], ...] = (),
         uses_references: bool = False,
@@ -182,8 +197,8 @@ class _Indexer:
     ) -> None:
         position, first = len(self.nodes), len(self.slots)
         self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
-        own = tuple(range(first, len(self.slots)))
-        node = IndexedNode(name, op, device, calls, uses_references, own, attrs or {})
+        numbers = tuple(range(first, len(self.slots)))
+        node = IndexedNode(name, op, device, calls, uses_references, numbers, attrs or {})
         if self.positions.setdefault(name, position) != position:
             raise self.body.error(node, "another node has the same name")
         self.nodes.append(node)
@@ -191,26 +206,30 @@ class _Indexer:
         self.inputs.append([first + place for place in kind.ins])
         self.outputs.append([first + place for place in kind.outs])
 
-    def _value(self, node: Any, own: OpSignature, attr: str) -> Any:
+    def _value(self, node: NodeDef, op_signature: OpSignature, attr: str) -> Any:
         """The dtypes that an attribute holds, or its number of tensors."""
-        value = own.value(node, attr)
+        value = op_signature.value(node, attr)
         if value is None:
             raise self.body.error(node, f"the attribute {attr} is missing")
-        if attr in own.numbers:
+        if attr in op_signature.numbers:
             if not isinstance(value, int) or not 0 <= value <= _MOST_TENSORS:
                 raise self.body.error(node, f"the attribute {attr} is {value}, a wrong count")
             return value
-        if isinstance(value, int) or isinstance(value, tuple) != (attr in own.lists):
+        if isinstance(value, int) or isinstance(value, tuple) != (attr in op_signature.lists):
             raise self.body.error(node, f"the attribute {attr} does not hold a dtype")
         return value if isinstance(value, tuple) else (value,)
 
     def _can_be_low(
-        self, node: Any, own: OpSignature, types: Mapping[str, tuple[str, ...]], attr: str
+        self,
+        node: NodeDef,
+        op_signature: OpSignature,
+        types: Mapping[str, tuple[str, ...]],
+        attr: str,
     ) -> bool:
         """Whether one dtype of an attribute, float32 as the graph is, may be the low one."""
         if self.dtype is None or FLOAT32 not in types[attr]:
             return False
-        allowed = own.allowed[attr]
+        allowed = op_signature.allowed[attr]
         if allowed is not None and self.dtype not in allowed:
             return False
         # The dtypes of a kernel for the node with this one slot changed.
@@ -227,7 +246,7 @@ class _Indexer:
         kernel = tuple((name, tuple(sorted(kinds))) for name, kinds in dtypes.items())
         return has_kernel(op, device, kernel)
 
-    def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
+    def _add_shapes(self, position: int, op: str, attrs: Mapping[str, AttrValue]) -> None:
         shapes: Sequence[_Shape | None] = ()
         if self.dtype is None:
             return
@@ -240,31 +259,33 @@ class _Indexer:
                 self.shapes[position, port] = shape
 
     def _finish(self) -> GraphIndex:
-        edges: list[Edge] = []
-        found: dict[str, tuple[int, int, str]] = {}
-        for node, names, wanted in zip(self.nodes, self.tensors, self.inputs, strict=True):
-            if len(names) != len(wanted):
-                cause = f"it has {len(names)} inputs, not {len(wanted)}"
-                raise self.body.error(node, cause)
-            for i, (tensor, target) in enumerate(zip(names, wanted, strict=True)):
-                if tensor not in found:
-                    found[tensor] = self._source(node, tensor)
-                source, port, spelled = found[tensor]
-                made, taken = self.slots[source].dtype, self.slots[target].dtype
-                if made != taken:
-                    raise self.body.error(node, f"its input {tensor!r} is {made}, not {taken}")
-                edges.append(Edge(source, target, port, i, spelled))
         return GraphIndex(
             scope=self.body.scope,
             nodes=tuple(self.nodes),
             slots=tuple(self.slots),
-            edges=tuple(edges),
+            edges=tuple(self._edges()),
             shapes=self.shapes,
             largest=self.largest,
         )
 
+    def _edges(self) -> Iterator[Edge]:
+        """Yields the edges into every node; a RewriteError names a node with wrong inputs."""
+        sources: dict[str, tuple[int, int, str]] = {}
+        for node, tensors, targets in zip(self.nodes, self.tensors, self.inputs, strict=True):
+            if len(tensors) != len(targets):
+                cause = f"it has {len(tensors)} inputs, not {len(targets)}"
+                raise self.body.error(node, cause)
+            for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+                if tensor not in sources:
+                    sources[tensor] = self._source(node, tensor)
+                source, port, spelled = sources[tensor]
+                made, taken = self.slots[source].dtype, self.slots[target].dtype
+                if made != taken:
+                    raise self.body.error(node, f"its input {tensor!r} is {made}, not {taken}")
+                yield Edge(source, target, port, i, spelled)
+
     def _source(self, node: IndexedNode, tensor: str) -> tuple[int, int, str]:
-        """Slot, port and name of an input, by its producer; reads of a variable have one name."""
+        """Slot, port and name of an input's producer; reads of a variable have one name."""
         name = node_name(tensor)
         producer = self.positions.get(name)
         if producer is None:
@@ -275,15 +296,15 @@ class _Indexer:
         return slots[port], port, tensor.replace(name, self.nodes[producer].name, 1)
 
 
-@functools.lru_cache(10_000)  # Few nodes have shapes of their own.
+@functools.lru_cache(10_000)  # Few nodes have shapes that no other has.
 def _shapes(serialized: bytes) -> tuple[_Shape | None, ...]:
     return tuple(map(_shape, tf.compat.v1.AttrValue.FromString(serialized).list.shape))
 
 
-def _shape(given: Any) -> _Shape | None:
-    if given.unknown_rank:
+def _shape(proto: Any) -> _Shape | None:
+    if proto.unknown_rank:
         return None
-    return tuple([dim.size if dim.size >= 0 else None for dim in given.dim])
+    return tuple([dim.size if dim.size >= 0 else None for dim in proto.dim])
 
 
 def largest_finite(tensor: Any) -> float:
@@ -291,22 +312,23 @@ def largest_finite(tensor: Any) -> float:
     content, numbers = tensor.tensor_content, tensor.float_val
     if not content and len(numbers) == 1:  # Most constants are; arrays take ten times as long.
         return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
-    sizes = np.abs(np.frombuffer(content, np.float32) if content else np.array(numbers, "float32"))
+    values = np.frombuffer(content, np.float32) if content else np.array(numbers, "float32")
+    sizes = np.abs(values)
     return float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
 
 
-def _summing_attributes(node: Any) -> dict[str, Any]:
+def _summing_attributes(node: NodeDef) -> dict[str, Any]:
     """The attributes of a node that decide how many values it adds up for each result."""
     if node.op not in OPS:
         return {}
-    found: dict[str, Any] = {
+    lists: dict[str, Any] = {
         name: list(node.attr[name].list.i) for name in ("ksize", "strides") if name in node.attr
     }
     texts = [name for name in ("data_format", "equation") if name in node.attr]
-    return found | {name: attribute_text(node, name) for name in texts}
+    return lists | {name: attribute_text(node, name) for name in texts}
 
 
-def _places(args: Iterable[Any], values: Mapping[str, Any]) -> list[_Place]:
+def _places(args: Iterable[ArgDef], values: Mapping[str, Any]) -> list[_Place]:
     places: list[_Place] = []
     for arg in args:
         attr = arg.type_list_attr or arg.type_attr

@@ -6,11 +6,11 @@ import functools
 import itertools
 import sys
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.nodes import (
     GRADIENT,
@@ -26,8 +26,9 @@ from tfamp.planning.structures import node_name, reach
 # Attribute of inlined nodes with a custom gradient: the prefix that their function's nodes got.
 INLINED_INTO = "_tfamp_inlined_into"
 
-# Functions that call one another twice double at every level: a small graph could fill the memory.
-# A call that would add nodes beyond this stays a call. Large models have some ten thousand.
+# Functions that call one another twice double at every level: a small graph could fill the
+# memory. A call that would add nodes beyond this stays a call. Large models have some ten
+# thousand.
 MOST_NEW_NODES = 100_000
 
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
@@ -77,7 +78,7 @@ class _Inliner:
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
-        nodes: list[Any] = []
+        nodes: list[NodeDef] = []
         for node in body.nodes:
             function = functions.get(node.name)
             if function is None:
@@ -85,7 +86,7 @@ class _Inliner:
                 continue
             copy = _Copy(body, node, function, taken)
             made = list(copy.nodes())
-            taken |= {each.name for each in made}
+            taken |= {inner.name for inner in made}
             moved |= copy.results
             nodes += made
         resolve = functools.partial(_resolve, moved)
@@ -98,18 +99,18 @@ class _Inliner:
         for output, tensor in list(body.returned.items()):
             body.returned[output] = resolve(tensor)
 
-    def _called(self, body: Body, node: Any) -> Body | None:
+    def _called(self, body: Body, node: NodeDef) -> Body | None:
         """The expanded function to inline for a node; None if the node must stay."""
         name = node.attr["f"].func.name if node.op in CALLS else node.op
         function = self._functions.get(name)
         if function is None:
             return None
-        given, taken = len(tensor_inputs(node)), len(function.arguments)
-        if given != taken:
-            cause = f"it has {given} inputs, and the function {name!r} takes {taken}"
+        inputs, arguments = len(tensor_inputs(node)), len(function.arguments)
+        if inputs != arguments:
+            cause = f"it has {inputs} inputs, and the function {name!r} takes {arguments}"
             raise body.error(node, cause)
-        marks = (each.attr for each in (node, function.definition))
-        opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
+        attributes = (node.attr, function.definition.attr)
+        opaque = any(mark in attrs and attrs[mark].b for attrs in attributes for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
         if opaque or recursive or function.has_old_control_flow:
             return None
@@ -140,7 +141,7 @@ class _Copy:
         results: For each output of the call the tensor that replaces it.
     """
 
-    def __init__(self, caller: Body, call: Any, function: Body, taken: Container[str]) -> None:
+    def __init__(self, caller: Body, call: NodeDef, function: Body, taken: Container[str]) -> None:
         self._caller, self._call, self._function = caller, call, function
         numbers = itertools.chain([call.name], (f"{call.name}_{n}" for n in itertools.count(1)))
         names = function.by_name
@@ -148,13 +149,14 @@ class _Copy:
         self._prefix = f"{next(free)}/"
         self._signature = function.definition.signature
         arguments = (arg.name for arg in self._signature.input_arg)
-        self._given = dict(zip(arguments, tensor_inputs(call), strict=True))
-        outputs = [self._tensor(function.returned[arg.name]) for arg in self._signature.output_arg]
+        self._arguments = dict(zip(arguments, tensor_inputs(call), strict=True))
+        returned = function.returned
+        outputs = [self._tensor(returned[arg.name]) for arg in self._signature.output_arg]
         self.results = {caller.tensor(call, port): made for port, made in enumerate(outputs)}
         if not caller.is_function and outputs:
             self.results[f"{call.name}:0"] = outputs[0]
 
-    def nodes(self) -> Iterator[Any]:
+    def nodes(self) -> Iterator[NodeDef]:
         """The copies, Identities of the arguments where they are needed, and the stand-in."""
         call, waits = self._call, control_inputs_of(self._call)
         has_gradient = False
@@ -162,13 +164,13 @@ class _Copy:
             copy = self._copied(node)
             has_gradient |= GRADIENT in node.attr
             if has_side_effects(copy.op):
-                copy.input.extend(each for each in waits if each not in copy.input)
+                copy.input.extend(control for control in waits if control not in copy.input)
             yield copy
         # A custom gradient may use the arguments.
         for position, arg in enumerate(self._signature.input_arg if has_gradient else ()):
             name = argument_name(self._prefix, position)
             node = tf.compat.v1.NodeDef(name=name, op="Identity", device=call.device)
-            node.input.append(self._given[arg.name])
+            node.input.append(self._arguments[arg.name])
             node.attr["T"].type = arg.type
             yield node
         stands_in = tf.compat.v1.NodeDef(name=call.name, op="NoOp", device=call.device)
@@ -177,28 +179,26 @@ class _Copy:
             outputs = self._signature.output_arg
             tensors = (self.results[self._caller.tensor(call, i)] for i in range(len(outputs)))
             stands_in.input.extend(tensors)
-            given = call.attr["Tout"].list.type if call.op in CALLS else ()
-            stands_in.attr["T"].list.type.extend(given or [each.type for each in outputs])
+            dtypes = call.attr["Tout"].list.type if call.op in CALLS else ()
+            stands_in.attr["T"].list.type.extend(dtypes or [arg.type for arg in outputs])
         # The order of a protobuf map differs between processes.
         controls = sorted(self._function.definition.control_ret.values())
         ends = [self._control(f"^{name}") for name in controls]
         stands_in.input.extend(dict.fromkeys(ends or waits))
         yield stands_in
 
-    def _copied(self, node: Any) -> Any:
+    def _copied(self, node: NodeDef) -> NodeDef:
         copy = tf.compat.v1.NodeDef()
         copy.CopyFrom(node)
         copy.name = f"{self._prefix}{node.name}"
         copy.device = node.device or self._call.device
-        copy.input[:] = [
-            self._control(name) if is_control(name) else self._tensor(name) for name in node.input
-        ]
+        copy.input[:] = map(self._input, node.input)
         for name, value in node.attr.items():
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            places = (decoded(node, "_class", each) for each in node.attr["_class"].list.s)
-            names = (each.removeprefix("loc:@") for each in places)
+            places = (decoded(node, "_class", text) for text in node.attr["_class"].list.s)
+            names = (place.removeprefix("loc:@") for place in places)
             inner = [name for name in names if name in self._function.by_name]
             copy.attr["_class"].list.s[:] = [f"loc:@{self._prefix}{n}".encode() for n in inner]
         if GRADIENT in node.attr:
@@ -206,10 +206,14 @@ class _Copy:
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
         return copy
 
+    def _input(self, name: str) -> str:
+        """The name in the caller of an input of a node of the function."""
+        return self._control(name) if is_control(name) else self._tensor(name)
+
     def _tensor(self, name: str) -> str:
         """The name in the caller of a tensor of the function."""
-        if name in self._given:
-            return self._given[name]
+        if name in self._arguments:
+            return self._arguments[name]
         if self._caller.is_function:
             return f"{self._prefix}{name}"
         port = self._function.port(name)  # -1 of a wrong name, which the index refuses.
@@ -219,8 +223,8 @@ class _Copy:
     def _control(self, name: str) -> str:
         """The name in the caller of a control input of the function."""
         name = name.removeprefix("^")
-        if name in self._given:
-            return f"^{node_name(self._given[name])}"
+        if name in self._arguments:
+            return f"^{node_name(self._arguments[name])}"
         return f"^{self._prefix}{name}"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.kinds import ArgDef, NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.nodes import SHAPES, attribute, function_attributes, tensor_inputs
 from tfamp.planning.structures import LOOPS, node_name, reach
@@ -30,12 +30,12 @@ class Loop:
     """
 
     graph: Body
-    nodes: Sequence[Any]
+    nodes: Sequence[NodeDef]
     body: Body
     condition: Body
 
     @property
-    def node(self) -> Any:
+    def node(self) -> NodeDef:
         """The first loop node."""
         return self.nodes[0]
 
@@ -45,8 +45,8 @@ class Loop:
         return len(self.nodes) == 1 and self.node.name not in self.graph.kept
 
     @property
-    def variables(self) -> list[tuple[Any, Any]]:
-        """The body's arguments, each with the result that is its value in the next iteration."""
+    def variables(self) -> list[tuple[ArgDef, ArgDef]]:
+        """The body's arguments, with the results that are their next values."""
         return list(zip(self.body.arguments, self.body.results, strict=True))
 
     def is_tested(self, position: int) -> bool:
@@ -92,7 +92,7 @@ class Loop:
         self.body.add_result(name, dtype, name, place)
         return name
 
-    def _extend(self, place: int, start: str, made: Any, dtype: int) -> None:
+    def _extend(self, place: int, start: str, made: NodeDef, dtype: int) -> None:
         node, graph = self.node, self.graph
         graph.set_inputs(node, [*node.input[:place], start, *node.input[place:]])
         node.attr["T"].list.type.insert(place, dtype)
@@ -105,7 +105,8 @@ class Loop:
             node.attr[_ORIGINAL].i += 1
         # Later results have other numbers now.
         count = len(node.attr["T"].list.type)
-        spelled = {graph.tensor(node, i): graph.tensor(node, i + 1) for i in range(place, count)}
+        shifted = range(place, count)
+        spelled = {graph.tensor(node, i): graph.tensor(node, i + 1) for i in shifted}
         if place == 0:
             spelled |= {f"{node.name}:0": f"{node.name}:1"}
         graph.rewire(spelled)
@@ -118,9 +119,9 @@ class Loop:
         return name
 
 
-def own_loops(graph: Body) -> Iterator[Loop]:
+def changeable_loops(graph: Body) -> Iterator[Loop]:
     """Yields the valid loops of a graph whose functions nothing else calls."""
-    groups = defaultdict[tuple[str, ...], list[Any]](list)
+    groups = defaultdict[tuple[str, ...], list[NodeDef]](list)
     for loop in graph.of_types(*sorted(LOOPS)):
         functions = dict(function_attributes(loop))
         groups[functions.get("body", ""), functions.get("cond", "")].append(loop)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import AttrValue, NodeDef
 from tfamp.interop import tf_private
 
 # The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
@@ -24,44 +25,44 @@ def is_control(name: str) -> bool:
     return name.startswith("^")
 
 
-def tensor_inputs(node: Any) -> list[str]:
+def tensor_inputs(node: NodeDef) -> list[str]:
     """Returns the tensors that a node takes."""
     return [name for name in node.input if not is_control(name)]
 
 
-def control_inputs_of(node: Any) -> list[str]:
+def control_inputs_of(node: NodeDef) -> list[str]:
     """Returns the inputs that a node only waits for."""
     return [name for name in node.input if is_control(name)]
 
 
-def attribute(node: Any, name: str) -> Any:
-    """Returns an attribute of a node, an empty one if it has none: reading `attr` would add it."""
+def attribute(node: NodeDef, name: str) -> AttrValue:
+    """Returns an attribute of a node; an empty one, as reading `attr` would add it, if none."""
     return node.attr.get(name, _NOTHING)
 
 
-def attribute_text(node: Any, attr: str) -> str:
+def attribute_text(node: NodeDef, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
     return decoded(node, attr, attribute(node, attr).s)
 
 
-def decoded(node: Any, attr: str, text: bytes) -> str:
+def decoded(node: NodeDef, attr: str, text: bytes) -> str:
     """Text of an attribute of a node; a RewriteError if it is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
         raise RewriteError(
-            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {text!r:.200}, which is "
-            "not UTF-8 text: the graph is damaged. Export it again."
+            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {text!r:.200}, which "
+            "is not UTF-8 text: the graph is damaged. Export it again."
         ) from error
 
 
-def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
-    """The attributes that hold names of functions, with each name, in the order of attributes."""
+def function_attributes(node: NodeDef) -> Iterator[tuple[str, str]]:
+    """The attributes that hold names of functions, with the names, in order of attributes."""
     return ((attr, called.name) for attr, called in named_functions(node))
 
 
-def named_functions(node: Any) -> Iterator[tuple[str, Any]]:
-    """The messages with those names, by attribute; `func` of other kinds would become this kind."""
+def named_functions(node: NodeDef) -> Iterator[tuple[str, Any]]:
+    """The messages with those names; reading `func` of another kind would change the kind."""
     for attr, value in sorted(node.attr.items()) if may_name_functions(node.op) else ():
         for called in [value.func] if value.HasField("func") else value.list.func:
             yield attr, called
@@ -76,10 +77,10 @@ def may_name_functions(op: str) -> bool:
     definition = tf_private.op_definition(op)
     if definition is None or op == "NoOp":
         return True
-    return any(each.type in _FUNCTION_TYPES for each in definition.attr)
+    return any(attr.type in _FUNCTION_TYPES for attr in definition.attr)
 
 
-def called_by(node: Any) -> Iterator[str]:
+def called_by(node: NodeDef) -> Iterator[str]:
     """The names by which a node may call functions: its op, and attributes that hold names."""
     yield node.op
     yield from (name for _, name in function_attributes(node))

@@ -1,11 +1,11 @@
 """Runs a graph, also in another dtype, and records every value of its float tensors.
 
 An op behind each tensor, in loops, branches and functions too, passes it to Python. In a scope
-these ops run one after another, in the order of the graph, and loops run one iteration at a time,
-so that the n-th execution is the n-th iteration.
+these ops run one after another, in the order of the graph, and loops run one iteration at a
+time, so that the n-th execution is the n-th iteration.
 
-The graph in another dtype is the same node for node, so that values can be compared. Low variables
-and random numbers keep their dtypes; Casts connect them to the rest.
+The graph in another dtype is the same node for node, so that values can be compared. Low
+variables and random numbers keep their dtypes; Casts connect them to the rest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import FunctionDef, GraphDef, Handle, NodeDef, Tensor
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph, new_suffix
 from tfamp.graph.index import index_bodies
@@ -36,7 +37,8 @@ UNROUNDED = "_tfamp_unrounded"
 _RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
 _SEEDS = ("seed", "seed2")
 
-# Tensors passed to Python at once, which stay in memory until all are computed.
+# Tensors passed to Python at once, which stay in memory until all are computed: few calls of
+# Python, and little memory. The number is a choice.
 _GROUP = 16
 # A recording op has side effects, so its callers must be stateful.
 _WITH_EFFECTS = {
@@ -71,13 +73,13 @@ def observed_scopes(graph: Graph) -> list[GraphIndex]:
     return [index for index in indexes if index.scope in reached]
 
 
-def input_specs(graph: Graph, inputs: Sequence[str]) -> list[Any]:
+def input_specs(graph: Graph, inputs: Sequence[str]) -> list[tf.TensorSpec]:
     """Returns dtypes and shapes of the inputs of a graph, by the names of their tensors."""
     # Small captured tensors are constants: these have no shape attribute.
-    found = [graph.main.by_name[node_name(name)].attr for name in inputs]
+    attributes = [graph.main.by_name[node_name(name)].attr for name in inputs]
     return [
-        tf.TensorSpec(each["shape"].shape if "shape" in each else None, each["dtype"].type)
-        for each in found
+        tf.TensorSpec(attrs["shape"].shape if "shape" in attrs else None, attrs["dtype"].type)
+        for attrs in attributes
     ]
 
 
@@ -94,7 +96,7 @@ class Observer(Generic[T]):
         indexes: Sequence[GraphIndex],
         inputs: Sequence[str],
         fetches: Sequence[str],
-        look: Callable[[T | None, Any], T],
+        look: Callable[[T | None, np.ndarray], T],
     ) -> None:
         graph = graph.copy()
         self._look = look
@@ -108,26 +110,26 @@ class Observer(Generic[T]):
             graph_def = graph.rename_functions(new_suffix()).graph_def
             self._run = _runnable(graph_def, inputs, self._specs, fetches)
 
-    def run(self, calls: Iterable[Sequence[Any]]) -> dict[TensorKey, T]:
+    def run(self, calls: Iterable[Sequence[Tensor]]) -> dict[TensorKey, T]:
         """Runs the graph on the values of its inputs, call by call, and returns the records.
 
         Variables among the values are restored, also if a call fails.
         """
         self._seen = {}
-        held: list[tuple[Any, Any]] = []
+        held: list[tuple[Handle, Tensor]] = []
         # Hidden from tapes and from functions that are being traced.
         with tf.init_scope():
             try:
                 for values in calls:
                     held = held or held_variables(values)
                     # A graph that was retyped may take other dtypes.
-                    given = zip(values, self._specs, strict=True)
-                    self._run(args=[tf.cast(value, spec.dtype) for value, spec in given])
+                    pairs = zip(values, self._specs, strict=True)
+                    self._run(args=[tf.cast(value, spec.dtype) for value, spec in pairs])
             finally:
                 put_back(held)
         return self._seen
 
-    def _record(self, group: Sequence[_Tensor], *values: Any) -> np.int64:
+    def _record(self, group: Sequence[_Tensor], *values: np.ndarray) -> np.int64:
         """Records the values that an op passes; thread-safe."""
         with self._lock:
             for tensor, value in zip(group, values, strict=True):
@@ -135,35 +137,39 @@ class Observer(Generic[T]):
         return np.int64(0)
 
 
-def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+def held_variables(values: Iterable[Tensor]) -> list[tuple[Handle, Tensor]]:
     """Returns the handles among captured values, with copies of the variables' values."""
-    handles = [each for each in values if each.dtype == tf.resource]
+    handles = [value for value in values if value.dtype == tf.resource]
     dtypes = map(tf_private.held_dtype, handles)
     return [
-        (handle, _own_copy(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
+        (handle, _unshared(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
         for handle, dtype in zip(handles, dtypes, strict=True)
         if dtype and tf.raw_ops.VarIsInitializedOp(resource=handle)
     ]
 
 
-def put_back(held: Iterable[tuple[Any, Any]]) -> None:
+def put_back(held: Iterable[tuple[Handle, Tensor]]) -> None:
     """Restores the values of variables; may be called repeatedly."""
     for handle, value in held:
-        tf.raw_ops.AssignVariableOp(resource=handle, value=_own_copy(value))
+        tf.raw_ops.AssignVariableOp(resource=handle, value=_unshared(value))
 
 
-def _own_copy(value: Any) -> Any:
-    # A variable that shares its buffer with a tensor is copied by the next write, which takes time.
+def _unshared(value: Tensor) -> Tensor:
+    # A variable that shares its buffer with a tensor is copied by the next write, which takes
+    # time.
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _runnable(
-    graph_def: Any, inputs: Sequence[str], specs: Sequence[Any], fetches: Sequence[str]
+    graph_def: GraphDef,
+    inputs: Sequence[str],
+    specs: Sequence[tf.TensorSpec],
+    fetches: Sequence[str],
 ) -> Callable[..., Any]:
-    """A function of `args`, the values of all inputs, that runs a graph for its side effects."""
+    """A function of `args`, the values of all inputs: it runs a graph for its side effects."""
     names = [name if ":" in name else f"{name}:0" for name in inputs]
 
-    def imported(*values: Any) -> Any:
+    def imported(*values: Tensor) -> Tensor:
         fetched = tf.graph_util.import_graph_def(
             graph_def,
             input_map=dict(zip(names, values, strict=True)),
@@ -194,8 +200,12 @@ class _Tensor(NamedTuple):
     name: str
 
 
+# Called with the tensors of a group and their values.
+_Record: TypeAlias = Callable[..., np.int64]
+
+
 def _add_recorders(
-    graph: Graph, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
+    graph: Graph, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: _Record
 ) -> list[str]:
     """Adds recording ops to scopes; returns the operations of the graph itself to fetch."""
     by_scope = {index.scope: index for index in indexes}
@@ -205,8 +215,9 @@ def _add_recorders(
             continue
         if body.has_old_control_flow:
             raise RewriteError(
-                "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for a "
-                "calibration or by find_nonfinite. Use tf.while_loop and tf.cond of TensorFlow 2."
+                "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for "
+                "a calibration or by find_nonfinite. Use tf.while_loop and tf.cond of "
+                "TensorFlow 2."
             )
         calls = [n.name for n in body.nodes if n.op in _CALLS or n.op in graph.functions]
         for node in body.nodes:
@@ -225,7 +236,7 @@ def _add_recorders(
     return fetched
 
 
-def _allow_effects(body: Body, node: Any) -> None:
+def _allow_effects(body: Body, node: NodeDef) -> None:
     if node.op in _WITH_EFFECTS:
         body.set_op(node, _WITH_EFFECTS[node.op])
     _allow_python(node)
@@ -233,31 +244,33 @@ def _allow_effects(body: Body, node: Any) -> None:
         node.attr["parallel_iterations"].i = 1
 
 
-def _allow_python(node_or_function: Any) -> None:
+def _allow_python(node_or_function: NodeDef | FunctionDef) -> None:
     for attr in _COMPILE_ATTRS:
         node_or_function.attr.pop(attr, None)
 
 
 def _float_tensors(index: GraphIndex, fetches: Sequence[str]) -> list[_Tensor]:
-    found: dict[tuple[int, int], tuple[str, str]] = {}
+    tensors: dict[tuple[int, int], tuple[str, str]] = {}
     for edge in index.edges:
         source = index.slots[edge.source]
-        found[source.node, edge.port] = source.dtype, edge.tensor
+        tensors[source.node, edge.port] = source.dtype, edge.tensor
     positions = {node.name: i for i, node in enumerate(index.nodes)}
-    for name in (each for each in fetches if ":" in each):  # Others are operations.
+    for name in (fetch for fetch in fetches if ":" in fetch):  # Others are operations.
         place = positions[node_name(name)], int(name.partition(":")[2])
         dtypes = {index.slots[slot].dtype for slot in index.nodes[place[0]].slots}
         # What is fetched is made by an Identity, or is an input: either has one dtype.
         if len(dtypes) == 1:
-            found.setdefault(place, (dtypes.pop(), name))
+            tensors.setdefault(place, (dtypes.pop(), name))
     return [
         _Tensor((index.scope, index.nodes[position].name, port), dtype, name)
-        for (position, port), (dtype, name) in sorted(found.items())
+        for (position, port), (dtype, name) in sorted(tensors.items())
         if dtype in FLOAT_DTYPES
     ]
 
 
-def _add_recorder(body: Body, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
+def _add_recorder(
+    body: Body, group: Sequence[_Tensor], record: _Record, before: Sequence[str]
+) -> str:
     """Adds the op that records a group of tensors, after another op; returns its name."""
     arguments = [tf.compat.v1.placeholder(tensor.dtype) for tensor in group]
     op = tf.numpy_function(functools.partial(record, group), arguments, tf.int64).op
@@ -280,14 +293,15 @@ def _run_always(body: Body, names: Sequence[str]) -> None:
 
 def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
     """Returns the low dtypes in a graph, the most frequent first."""
-    found = [slot.dtype for index in indexes for slot in index.slots if slot.dtype in LOW_PRECISION]
-    return sorted(set(found), key=found.count, reverse=True)
+    dtypes = (slot.dtype for index in indexes for slot in index.slots)
+    low = [dtype for dtype in dtypes if dtype in LOW_PRECISION]
+    return sorted(set(low), key=low.count, reverse=True)
 
 
 def seed(graph: Graph) -> None:
     """Seeds random ops, so that every run is the same; in place."""
     for number, node in enumerate(graph.nodes):
-        if [node.attr[each].i for each in _SEEDS if each in node.attr] == [0, 0]:
+        if [node.attr[name].i for name in _SEEDS if name in node.attr] == [0, 0]:
             node.attr["seed"].i = 1
             node.attr["seed2"].i = number + 1
 
@@ -313,11 +327,11 @@ def _change(index: GraphIndex, body: Body, dtype: tf.DType) -> None:
         arg.type = number if arg.type in LOW_TYPES else arg.type
     casts: dict[tuple[str, tf.DType], str] = {}
     for edge in index.edges:
-        own = tf.as_dtype(index.slots[edge.source].dtype)
+        before = tf.as_dtype(index.slots[edge.source].dtype)
         target = index.node_of(edge.target)
-        made = own if index.node_of(edge.source).name in keeping else dtype
-        wanted = own if target.name in keeping else dtype
-        if own.name not in LOW_PRECISION or made == wanted:
+        made = before if index.node_of(edge.source).name in keeping else dtype
+        wanted = before if target.name in keeping else dtype
+        if before.name not in LOW_PRECISION or made == wanted:
             continue
         if (edge.tensor, wanted) not in casts:
             name = f"tfamp_retyped/cast_{len(casts)}"
@@ -338,16 +352,17 @@ def _keeping(index: GraphIndex) -> set[str]:
     }
 
 
-def _retype_node(node: Any, dtype: int) -> None:
+def _retype_node(node: NodeDef, dtype: int) -> None:
     for name, value in node.attr.items():
         if name.startswith("_"):
             continue
         if value.type in LOW_TYPES:
             value.type = dtype
         if value.list.type:
-            value.list.type[:] = [dtype if each in LOW_TYPES else each for each in value.list.type]
+            types = value.list.type
+            types[:] = [dtype if old in LOW_TYPES else old for old in types]
         if value.tensor.dtype in LOW_TYPES:
-            given = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
+            exact = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
             with np.errstate(over="ignore"):
-                values = tf.make_ndarray(given).astype(tf.as_dtype(dtype).as_numpy_dtype)
+                values = tf.make_ndarray(exact).astype(tf.as_dtype(dtype).as_numpy_dtype)
             value.tensor.CopyFrom(tf.make_tensor_proto(values))

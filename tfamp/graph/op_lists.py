@@ -1,8 +1,8 @@
 """Which ops may run in the low precision, as an immutable value; framework-free.
 
-TensorFlow's own lists, and what autocast needs beyond the four colours, are in `planning.op_sets`.
-This file holds the value, how tfamp's defaults differ from TensorFlow's, and how a user changes
-them.
+TensorFlow's own lists, and what autocast needs beyond the four colours, are in
+`planning.op_sets`. This file holds the value, how tfamp's defaults differ from TensorFlow's,
+and how a user changes them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _OP_SETS = (*COLORS, "as_given")
 
 # Differences of tfamp's defaults from Grappler's.
 
-# Conv is Conv2D and Conv3D in one, and newer than Grappler's lists; Grappler allows the others in
-# bfloat16 only.
+# Conv is Conv2D and Conv3D in one, and newer than Grappler's lists; Grappler allows the others
+# in bfloat16 only.
 _FLOAT16_ALLOW_ADDED = op_types("Conv FusedPadConv2D FusedResizeAndPadConv2D")
 # It has no float16 kernel for CPUs, which excludes "auto".
 _FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
 # Float32 only: converting them makes an invalid graph.
 _FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
 
-# Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have kernels.
+# Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have
+# kernels.
 _BFLOAT16_ALLOW_ADDED = op_sets.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
-# bfloat16 has float32's range, so that low precision only rounds these: by about eps for a power,
-# 2 eps for the gradient of rsqrt. A denied op keeps everything behind it in float32, such as the
-# gradients of tanh-GELU and of a squared loss; an unlisted op also blocks its neighbours, such as
-# the gradient of layer normalization.
+# bfloat16 has float32's range, so that low precision only rounds these: by about eps for a
+# power, 2 eps for the gradient of rsqrt. A denied op keeps everything behind it in float32,
+# such as the gradients of tanh-GELU and of a squared loss; an unlisted op also blocks its
+# neighbours, such as the gradient of layer normalization.
 _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
 # Its results are float32, and XLA does not compile the gradients that a Cast behind it has.
 _BFLOAT16_CLEAR_DROPPED = frozenset({"ResizeBilinear"})
-# Loop variables may be low, together with the body. Grappler's bfloat16 list has loops, but leaves
-# their bodies float32. Not conditionals: a branch may return its argument as it is.
+# Loop variables may be low, together with the body. Grappler's bfloat16 list has loops, but
+# leaves their bodies float32. Not conditionals: a branch may return its argument as it is.
 _CLEAR_ADDED = LOOPS
 
 # Ops that need inputs of one dtype, whichever list they are on.
@@ -62,15 +63,16 @@ class OpLists(OpColors):
         infer: Ops that are safe unless what they are computed from came out of a denied op.
         deny: Ops that need float32, and whose results need it downstream as well.
         clear: Ops that do not compute, such as a reshape; converted between converted ops.
-        as_given: Ops that autocast computes in the dtype of their inputs, and in float32 without
-            this entry. `with_changes` maintains it.
+        as_given: Ops that autocast computes in the dtype of their inputs, and in float32
+            without this entry. `with_changes` maintains it.
         exact_statistics: Whether a rewrite computes normalizations in float32, from low inputs,
             whatever lists their ops are on: the mean, the variance, its root, and the
             normalized data. They are found by structure, see `planning/exact_values.py`.
             `default` has it, `grappler` has not.
 
     Raises:
-        TypeError: An argument is not a collection of strings, or `exact_statistics` is not a bool.
+        TypeError: An argument is not a collection of strings, or `exact_statistics` is not a
+            bool.
         ValueError: An op is on two lists, or is in `as_given` and on `allow` or `deny`.
 
     Example:
@@ -93,13 +95,14 @@ class OpLists(OpColors):
         for name in _OP_SETS:
             object.__setattr__(self, name, frozenset(strings(name, getattr(self, name))))
         if not isinstance(self.exact_statistics, bool):
-            given = self.exact_statistics
-            raise TypeError(f"exact_statistics must be True or False; got {given!r}.")
+            got = self.exact_statistics
+            raise TypeError(f"exact_statistics must be True or False; got {got!r}.")
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(
-                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which is on "
-                f"{self.color(fixed[0])}. Put it on infer or clear, or leave it out of as_given."
+                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which "
+                f"is on {self.color(fixed[0])}. Put it on infer or clear, or leave it out of "
+                "as_given."
             )
 
     def __repr__(self) -> str:
@@ -155,7 +158,7 @@ class OpLists(OpColors):
 
     @property
     def low(self) -> frozenset[str]:
-        """Ops that autocast computes in the low precision: their float32 inputs are cast down."""
+        """Ops that autocast computes in low precision: their float32 inputs are cast down."""
         return self.allow
 
     @functools.cached_property
@@ -214,16 +217,17 @@ class OpLists(OpColors):
             deny_remove: Op types to take off `deny`.
             clear_add: Op types to put on `clear`.
             clear_remove: Op types to take off `clear`.
-            exact_statistics: Whether normalizations stay float32; None for what these lists say.
+            exact_statistics: Whether normalizations stay float32; None for what these lists
+                say.
 
         Returns:
             The new lists.
 
         Raises:
-            TypeError: An argument is not a collection of strings, or `exact_statistics` is not a
-                bool.
-            ValueError: TensorFlow does not know an op, an op is added to two lists, added to and
-                removed from the same one, or removed from a list it is not on.
+            TypeError: An argument is not a collection of strings, or `exact_statistics` is not
+                a bool.
+            ValueError: TensorFlow does not know an op, an op is added to two lists, added to
+                and removed from the same one, or removed from a list it is not on.
 
         Example:
             >>> lists = OpLists.default("bfloat16").with_changes(deny_add=["Softmax"])
@@ -238,7 +242,8 @@ class OpLists(OpColors):
         self._refuse_unknown(touched)
         for color in COLORS:
             name = f"{color}_remove"
-            _refuse_op_on_two_lists({f"{color}_add": added[f"{color}_add"], name: removed[name]})
+            both = {f"{color}_add": added[f"{color}_add"], name: removed[name]}
+            _refuse_op_on_two_lists(both)
             for op in sorted(removed[name] - getattr(self, color)):
                 raise ValueError(
                     f"{name} must hold ops that are on {color}; got {op!r}, but it is on "
@@ -246,8 +251,11 @@ class OpLists(OpColors):
                 )
         freed = added["infer_add"] | added["clear_add"] | (removed["deny_remove"] - added_ops)
         exact = self.exact_statistics if exact_statistics is None else exact_statistics
+        colors = {
+            color: (getattr(self, color) - touched) | added[f"{color}_add"] for color in COLORS
+        }
         return OpLists(
-            **{each: (getattr(self, each) - touched) | added[f"{each}_add"] for each in COLORS},
+            **colors,
             as_given=(self.as_given - touched) | freed,
             exact_statistics=exact,
         )
@@ -260,9 +268,9 @@ class OpLists(OpColors):
             if tf_private.op_definition(op) is None:
                 near = nearest(op.rpartition(".")[2].replace("_", ""), tf_private.known_ops())
                 raise ValueError(
-                    f"TensorFlow knows no op {op!r}; the nearest name is {near!r}. Give op types "
-                    "as in a graph; an op of a library of yours is known once tf.load_op_library "
-                    "has loaded it."
+                    f"TensorFlow knows no op {op!r}; the nearest name is {near!r}. Give op "
+                    "types as in a graph; an op of a library of yours is known once "
+                    "tf.load_op_library has loaded it."
                 )
 
 
@@ -298,15 +306,16 @@ def default_lists(dtype: str, device: str) -> OpLists:
     return dataclasses.replace(lists, allow=allow | on_gpu)
 
 
-def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
+def _op_sets(change: str, *changes: Iterable[str]) -> _Changes:
     names = (f"{color}_{change}" for color in COLORS)
-    return {name: frozenset(strings(name, ops)) for name, ops in zip(names, given, strict=True)}
+    pairs = zip(names, changes, strict=True)
+    return {name: frozenset(strings(name, ops)) for name, ops in pairs}
 
 
 def _refuse_op_on_two_lists(lists: _Changes) -> None:
     for (one, held), (other, ops) in itertools.combinations(lists.items(), 2):
         if both := sorted(held & ops):
             raise ValueError(
-                f"an op must be on one list at most; got {both[0]!r} in both {one} and {other}. "
-                "Keep it in one of them."
+                f"an op must be on one list at most; got {both[0]!r} in both {one} and "
+                f"{other}. Keep it in one of them."
             )

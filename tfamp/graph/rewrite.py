@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,25 +56,26 @@ def rewrite_graph_def(
     Args:
         graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
         fetches: Tensors ("dense/Relu:0") or operations that are used; they keep their dtypes.
-        feeds: Tensors that are given a value; they keep their dtypes, as placeholders do anyway.
+        feeds: Tensors that are given a value; they keep their dtypes, as placeholders do
+            anyway.
         dtype: "float16" or "bfloat16".
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
-            branches, loops and other functions have the name of their caller in front too, as in
-            "gate/cond/MatMul".
+        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes
+            of branches, loops and other functions have the name of their caller in front too,
+            as in "gate/cond/MatMul".
         force_low: The same: these are converted wherever the op has a kernel for it.
-        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by the
-            times that `profile` gives for the shapes in the graph, which
-            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut gains
-            almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA
-            compiles the arithmetic between products and convolutions; the plan has the nodes as
-            they were before.
-        device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
-            for this machine's. A node without a kernel there stays float32. "gpu" needs a
-            TensorFlow that has kernels for GPUs, not a GPU.
-        profile: How fast the machine is in each dtype; None for built-in figures, which depend on
-            the kind of device and on what it multiplies natively. No profile is measured or read
-            here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
+        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by
+            the times that `profile` gives for the shapes in the graph, which
+            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut
+            gains almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and
+            XLA compiles the arithmetic between products and convolutions; the plan has the
+            nodes as they were before.
+        device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or
+            "auto" for this machine's. A node without a kernel there stays float32. "gpu" needs
+            a TensorFlow that has kernels for GPUs, not a GPU.
+        profile: How fast the machine is in each dtype; None for built-in figures, which depend
+            on the kind of device and on what it multiplies natively. No profile is measured or
+            read here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -85,7 +86,8 @@ def rewrite_graph_def(
 
     Example:
         >>> import tensorflow as tf
-        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
+        >>> square = tf.function(lambda x: x @ x)
+        >>> graph = square.get_concrete_function(tf.TensorSpec((2, 2))).graph
         >>> from tfamp.core.profile import builtin_profile
         >>> profile = builtin_profile("cpu", bfloat16=True)
         >>> result = rewrite_graph_def(
@@ -123,9 +125,9 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     kind = hardware.device_kind(options.device)
     if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
         raise ValueError(
-            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
-            "which decide what can be converted. Convert with one that has them, such as "
-            "tensorflow for Linux on x86-64, or give device='cpu'."
+            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU "
+            "kernels, which decide what can be converted. Convert with one that has them, such "
+            "as tensorflow for Linux on x86-64, or give device='cpu'."
         )
     if options.placement == "fused" and not tf_private.xla_works(""):
         raise ValueError(
@@ -149,7 +151,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
 
 
 def _moved_ops(lists: OpColors, defaults: OpLists) -> frozenset[str]:
-    """The ops that lists have on another list than the defaults, or that the caller put on one."""
+    """The ops that are on another list than by default, or that the caller put on one."""
     moved = (getattr(lists, color) - getattr(defaults, color) for color in COLORS)
     return frozenset().union(getattr(lists, "as_given", ()), *moved)
 
@@ -183,10 +185,10 @@ def _on_cpus(options: RewriteOptions) -> bool:
     return options.device == "cpu" and _not_grapplers(options)
 
 
-_FILTER_GRADIENTS = structures.op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
-# All passes, in the order in which they run. The first ones are equivalence-preserving and make a
-# graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
-# have XLA compile them.
+_FILTER_GRADIENTS = frozenset({"Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter"})
+# All passes, in the order in which they run. The first ones are equivalence-preserving and make
+# a graph faster; then it is indexed, decided and converted. The others make low ops more
+# accurate, or have XLA compile them.
 PASSES = (
     Pass("loop_sums", structures.LOOPS, _not_grapplers),
     Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
@@ -202,18 +204,18 @@ def _passes_for(graph: Graph, options: RewriteOptions, carries_plan: bool) -> li
     ops = frozenset(op for body in graph.bodies for op in body.by_op)
     framed = not FRAMES.isdisjoint(ops)
     return [
-        each
-        for each in PASSES
-        if each.carries_plan == carries_plan
-        and (each.in_frames or not framed)
-        and (each.ops is None or not each.ops.isdisjoint(ops))
-        and each.applies(options)
+        graph_pass
+        for graph_pass in PASSES
+        if graph_pass.carries_plan == carries_plan
+        and (graph_pass.in_frames or not framed)
+        and (graph_pass.ops is None or not graph_pass.ops.isdisjoint(ops))
+        and graph_pass.applies(options)
     ]
 
 
 def _run(passes: Iterable[Pass], *args: Any) -> None:
-    for each in passes:
-        importlib.import_module(f"tfamp.graph.passes.{each.file}").run(*args)
+    for graph_pass in passes:
+        importlib.import_module(f"tfamp.graph.passes.{graph_pass.file}").run(*args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,8 @@ def convert_prepared(
 ) -> structures.RewritePlan:
     """Converts a graph in place, as was decided; returns the plan."""
     passes = _passes_for(graph, options, carries_plan=True)
-    with collector_paused():  # Not as a decorator: its frame would end the search for the user's.
+    # Not as a decorator: its frame would end the search for the user's.
+    with collector_paused():
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
         verify_sums(decision.scopes, options)
@@ -284,7 +287,8 @@ def _nothing_converted(decision: Decision) -> str:
         because = f" with this calibration data ({node.name}: {node.reason.text})"
     slots = [slot for scope in decision.scopes for slot in scope.index.slots]
     for dtype in sorted({slot.dtype for slot in slots if slot.dtype in LOW_PRECISION}):
-        because += f"; some compute in {dtype} already, as they do under a mixed policy of Keras"
+        because += f"; some compute in {dtype} already"
+        because += ", as they do under a mixed policy of Keras"
     return f"The graph has no op that {able} to {plan.dtype}{because}: it stays as it is."
 
 
@@ -294,8 +298,8 @@ def _nothing_converted(decision: Decision) -> str:
 def apply_plan(graph: Graph, plan: structures.RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
-    Nodes keep their names and their order; Casts come behind them. Functions keep their names and
-    the names of their arguments and results.
+    Nodes keep their names and their order; Casts come behind them. Functions keep their names
+    and the names of their arguments and results.
     """
     for retype in plan.retypes:
         _retype(graph.body(retype.scope), retype, tf_private.dtype_number(plan.dtype))
@@ -328,39 +332,52 @@ def verify_rewrite(
 ) -> None:
     """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
-    Every node is there under its name and has the dtypes that were decided, a Cast is where they
-    differ, and nothing else is new; else a RewriteError.
+    Every node is there under its name and has the dtypes that were decided, a Cast is where
+    they differ, and nothing else is new; else a RewriteError.
     """
     for painted in scopes:
-        index, low, scope = painted.index, painted.low, painted.index.scope
+        scope = painted.index.scope
         if scope and scope not in graph.functions:
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
         casts = {cast.name for cast in plan.casts if cast.scope == scope}
-        own = {
-            node.name
-            for node in index.nodes
-            if node.op not in (structures.ARGUMENT, structures.RESULT)
-        }
-        if wrong := body.by_name.keys() ^ (own | casts):
-            raise _violation(f"node {min(wrong)!r}", "it was lost or added")
-        for number, slot in enumerate(index.slots):
-            wanted = plan.dtype if number in low else slot.dtype
-            if (found := _dtype_now(body, index, slot)) != wanted:
-                node = index.nodes[slot.node]
-                cause = f"{slot.attr} became {found}, but must be {wanted}"
-                raise _violation(f"node {node.name!r} ({node.op})", cause)
-        for node, edges in zip(index.nodes, index.inputs, strict=True):
-            taken = body.taken(node.name) if edges else ()
-            for edge, tensor in zip(edges, taken, strict=False):
-                needs_cast = (edge.source in low) != (edge.target in low)
-                if needs_cast != (structures.node_name(tensor) in casts):
-                    cause = f"its input {edge.tensor!r} has another dtype than the node takes"
-                    raise _violation(f"node {node.name!r}", cause)
+        _verify_names(body, painted.index, casts)
+        _verify_dtypes(body, painted, plan.dtype)
+        _verify_casts(body, painted, casts)
+
+
+def _verify_names(body: Body, index: structures.GraphIndex, casts: Set[str]) -> None:
+    boundaries = (structures.ARGUMENT, structures.RESULT)
+    names = {node.name for node in index.nodes if node.op not in boundaries}
+    if wrong := body.by_name.keys() ^ (names | casts):
+        raise _violation(f"node {min(wrong)!r}", "it was lost or added")
+
+
+def _verify_dtypes(body: Body, painted: PaintedScope, low_dtype: str) -> None:
+    index = painted.index
+    for number, slot in enumerate(index.slots):
+        wanted = low_dtype if number in painted.low else slot.dtype
+        now = _dtype_now(body, index, slot)
+        if now != wanted:
+            node = index.nodes[slot.node]
+            cause = f"{slot.attr} became {now}, but must be {wanted}"
+            raise _violation(f"node {node.name!r} ({node.op})", cause)
+
+
+def _verify_casts(body: Body, painted: PaintedScope, casts: Set[str]) -> None:
+    """Checks that a Cast is where the dtypes of an input and its producer differ."""
+    index, low = painted.index, painted.low
+    for node, edges in zip(index.nodes, index.inputs, strict=True):
+        tensors = body.taken(node.name) if edges else ()
+        for edge, tensor in zip(edges, tensors, strict=False):
+            needs_cast = (edge.source in low) != (edge.target in low)
+            if needs_cast != (structures.node_name(tensor) in casts):
+                cause = f"its input {edge.tensor!r} has another dtype than the node takes"
+                raise _violation(f"node {node.name!r}", cause)
 
 
 def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
-    """Checks that no low node adds up low, by the table of kernels, but where the caller forced it.
+    """Checks by the table of kernels that no low node adds up low, unless the caller forced it.
 
     A RewriteError names one that does. Grappler's lists convert it.
     """
@@ -381,7 +398,8 @@ def _dtype_now(body: Body, index: structures.GraphIndex, slot: structures.TypeSl
     if slot.attr not in named.attr:  # The op fixes it, or it has its default.
         return slot.dtype
     value = named.attr[slot.attr]
-    return tf_private.dtype_name(value.type if slot.entry is None else value.list.type[slot.entry])
+    dtype = value.type if slot.entry is None else value.list.type[slot.entry]
+    return tf_private.dtype_name(dtype)
 
 
 def _violation(place: str, cause: str) -> RewriteError:

@@ -22,7 +22,7 @@ from tfamp.layers import layer_dtypes
 from tfamp.levels.model_structure import computing_layers_of, output_layers_of
 from tfamp.planning.options import RewriteOptions
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.pipeline import traces_for_a_rewrite
+from tfamp.rewriting.traced_function import traces_for_a_rewrite
 from tfamp.torch_style.context import autocast
 
 # Rewrites a step.

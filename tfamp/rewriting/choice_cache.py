@@ -1,8 +1,9 @@
 """The user's cache of choices that `tune` has measured: one file per program and machine.
 
-The name of a file is a hash of the program, the versions, the hardware and the arguments of `tune`.
-The program is a graph or, without a trace of seconds, the configuration of a Keras model. In the
-file are times and errors of the candidates. Nothing else of the program is stored.
+The name of a file is a hash of the program, the versions, the hardware and the arguments of
+`tune`. The program is a graph or, without a trace of seconds, the configuration of a Keras
+model. In the file are times and errors of the candidates. Nothing else of the program is
+stored.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 import tfamp
 from tfamp.core.errors import TfampWarning
+from tfamp.core.kinds import AttrValue, GraphDef, Model, Nest
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES
@@ -34,11 +36,15 @@ from tfamp.machine.hardware import keep_in_cache
 from tfamp.planning.structures import MAIN_GRAPH, node_name
 from tfamp.rewriting.tune_report import TuneRow
 
+_Plain: TypeAlias = Any  # A value that JSON can hold.
+
 VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
 _FORMAT = 3
-_IGNORED = ("shared_name", "seed", "seed2")  # Attributes that the time of an op does not depend on.
-# Keys of a Keras configuration that have names of layers, and classes that run what is not in it.
+# Attributes that the time of an op does not depend on.
+_IGNORED = ("shared_name", "seed", "seed2")
+# Keys of a Keras configuration that have names of layers, and classes that run what is not in
+# it.
 _NAMES = {"name", "keras_history", "input_layers", "output_layers"}
 _PACKAGES = ("keras", "keras_hub")  # Their configurations say what their code does.
 _OPAQUE = ("Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper")
@@ -99,17 +105,18 @@ def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
         return None
 
 
-def keep_choice(path: Path | None, found: Choice) -> Choice:
+def keep_choice(path: Path | None, choice: Choice) -> Choice:
     """Writes a choice to its file; returns it with its origin."""
     if path is None:
-        return found
-    fields = {name: value for name, value in found._asdict().items() if name != "source"}
-    text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in found.rows]})
+        return choice
+    fields = {name: value for name, value in choice._asdict().items() if name != "source"}
+    text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in choice.rows]})
     costs = "The choice of tune cannot be kept, so the next start of the program measures again"
-    return found._replace(source=keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"'))
+    source = keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"')
+    return choice._replace(source=source)
 
 
-def _hash(value: Any) -> str:
+def _hash(value: _Plain) -> str:
     """A hash of plain values, the same in every process."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -118,8 +125,8 @@ def _hash(value: Any) -> str:
 # ---- A graph -------------------------------------------------------------------------------------
 
 
-def fingerprint(graph_def: Any) -> str:
-    """Returns a hash of the ops, attributes and edges of a graph and the functions that it calls.
+def fingerprint(graph_def: GraphDef) -> str:
+    """Returns a hash of the ops, attributes and edges of a graph and its called functions.
 
     It ignores names, seeds and values of float constants.
     """
@@ -136,38 +143,38 @@ def fingerprint(graph_def: Any) -> str:
     return called(MAIN_GRAPH)
 
 
-def _described(body: Body, called: Callable[[str], str]) -> list[Any]:
+def _described(body: Body, called: Callable[[str], str]) -> list[_Plain]:
     """The nodes of a graph or function, with numbers instead of names.
 
     `called` returns the hash of the function with a name.
     """
-    named = (*body.arguments, *body.nodes)
-    numbers = {each.name: f"{number}" for number, each in enumerate(named)}
+    entries = (*body.arguments, *body.nodes)
+    numbers = {entry.name: f"{number}" for number, entry in enumerate(entries)}
 
     def end(tensor: str) -> str:
         name = node_name(tensor)
         return tensor.replace(name, numbers[name], 1)
 
-    def value(attribute: Any) -> list[str]:
+    def value(attribute: AttrValue) -> list[str]:
         functions = [*attribute.list.func, *([attribute.func] if attribute.func.name else ())]
         if attribute.tensor.dtype in FLOAT_TYPES:
             attribute = attribute.tensor.tensor_shape
         plain = () if functions else (attribute.SerializeToString(deterministic=True).hex(),)
-        return [*plain, *(called(each.name) for each in functions)]
+        return [*plain, *(called(function.name) for function in functions)]
 
-    lines: list[Any] = []
+    lines: list[_Plain] = []
     for node in body.nodes:
         kept = (key for key in node.attr if key[0] != "_" or key == SHAPES)
         values = {key: value(node.attr[key]) for key in kept if key not in _IGNORED}
         lines.append([node.op, node.device, [*map(end, node.input)], values])
-    return [*lines, [end(body.returned[each.name]) for each in body.results]]
+    return [*lines, [end(body.returned[result.name]) for result in body.results]]
 
 
 # ---- A Keras model -------------------------------------------------------------------------------
 
 
-def keras_program(model: Any, batch: Any) -> str:
-    """Returns a hash of what makes the train step of a built and compiled model, without a trace.
+def keras_program(model: Model, batch: Nest) -> str:
+    """Returns a hash of what the train step of a built and compiled model is made of, untraced.
 
     It ignores names of layers and the learning rate. It is "" unless all code that is traced is
     Keras's or KerasHub's: for others only the graph shows what they do.
@@ -175,8 +182,10 @@ def keras_program(model: Any, batch: Any) -> str:
     layers = layers_of(model)
     parts = [*layers, model.optimizer]
     values = [value for part in parts for value in vars(part).values()]
-    functions = [each for each in values if isinstance(each, types.FunctionType | types.MethodType)]
-    code = [f"{each.__module__}.{each.__qualname__}" for each in (*map(type, parts), *functions)]
+    kinds = types.FunctionType | types.MethodType
+    functions = [value for value in values if isinstance(value, kinds)]
+    sources = (*map(type, parts), *functions)
+    code = [f"{source.__module__}.{source.__qualname__}" for source in sources]
     if not model.built or not all(map(_is_keras, code)):
         return ""
     try:
@@ -188,7 +197,8 @@ def keras_program(model: Any, batch: Any) -> str:
     written = keras.tree.flatten_with_path(config)
     registered = keras.saving.get_registered_object  # All that is written of it is its name.
     modules = [value for path, value in written if path[-1] == "module"]
-    modules += [each.__module__ for _, value in written if (each := registered(value))]
+    objects = (registered(value) for _, value in written)
+    modules += [known.__module__ for known in objects if known]
     if any(value in _OPAQUE for _, value in written) or not all(map(_is_keras, modules)):
         return ""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
@@ -196,9 +206,9 @@ def keras_program(model: Any, batch: Any) -> str:
         *(sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules),
         *(keras.config.floatx(), keras.config.image_data_format()),
         *(code, str(model.jit_compile), tf.zeros(()).device, _without_names(written)),
-        *([each.trainable, each.autocast, rematerializes(each)] for each in layers),
+        *([layer.trainable, layer.autocast, rematerializes(layer)] for layer in layers),
         *(str([v.shape, v.dtype, v.trainable, type(v.regularizer)]) for v in model.variables),
-        *(decays(optimizer, each) for each in model.trainable_variables),
+        *(decays(optimizer, weight) for weight in model.trainable_variables),
     ]
     return _hash([*facts, repr(keras.tree.map_structure(tf.type_spec_from_value, batch))])
 
@@ -207,7 +217,7 @@ def _is_keras(name: str) -> bool:
     return name.partition(".")[0] in _PACKAGES
 
 
-def _without_names(written: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _without_names(written: Sequence[tuple[Any, Any]]) -> list[_Plain]:
     """A configuration with numbers instead of names, which depend on what was built before."""
     names = dict.fromkeys(value for path, value in written if not _NAMES.isdisjoint(path))
     numbers = {name: f"#{number}" for number, name in enumerate(names)}

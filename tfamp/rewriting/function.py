@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
+from tfamp.core.kinds import Graph, Nest, Trace
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -24,11 +25,12 @@ from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted, shared_plan
+from tfamp.rewriting.pipeline import call_converted, shared_plan
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 
 _EAGER = (
-    "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
-    "traced, so nothing is rewritten. In eager mode `tfamp.autocast` casts op by op."
+    "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function "
+    "is traced, so nothing is rewritten. In eager mode `tfamp.autocast` casts op by op."
 )
 
 
@@ -49,29 +51,29 @@ def rewrite(
 
     Each trace is rewritten as a whole graph, a train step with its tape and its optimizer. On
     several replicas, rewrite the function that calls `strategy.run`. The result is called like
-    `fn`, from Python, from other `tf.function`s and under a `tf.GradientTape`. Arguments, results
-    and variables keep their dtypes.
+    `fn`, from Python, from other `tf.function`s and under a `tf.GradientTape`. Arguments,
+    results and variables keep their dtypes.
 
     Args:
         fn: A `tf.function`, a concrete function, a Keras model or a Python function, which is
             traced as by `tf.function`. Without it a decorator is returned.
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" for
-            the one this machine multiplies natively. If there is none, the function stays float32,
-            with a `NothingConvertedWarning`.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto"
+            for the one this machine multiplies natively. If there is none, the function stays
+            float32, with a `NothingConvertedWarning`.
         op_lists: Which ops can be converted; None for `OpLists.default(dtype, device)`.
-        keep_float32: Regular expressions, searched for in node names: matching nodes stay float32.
-            Nodes of branches, loops and functions that stay calls are prefixed with the name of
-            their caller, as in "gate/cond/MatMul".
+        keep_float32: Regular expressions, searched for in node names: matching nodes stay
+            float32. Nodes of branches, loops and functions that stay calls are prefixed with
+            the name of their caller, as in "gate/cond/MatMul".
         force_low: Regular expressions too: matching nodes are converted wherever the op has a
             low-precision kernel.
-        calibration: Data to run the float32 function on at its first trace: an iterable of calls,
-            each a tuple of arguments, a dict of keyword arguments or the single argument; or a
-            `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
-            Variables are restored afterwards.
-        placement: "min_cut": the lists decide which ops can be converted, and a minimum cut over
-            estimated times which conversions pay on this machine. "fused": the same, and XLA
-            compiles the elementwise ops between products and convolutions. "lists": the lists
-            alone decide. `tfamp.tune` measures which one is the fastest.
+        calibration: Data to run the float32 function on at its first trace: an iterable of
+            calls, each a tuple of arguments, a dict of keyword arguments or the single
+            argument; or a `tfamp.graph.Calibration`. Nodes with values too large for the dtype
+            stay float32. Variables are restored afterwards.
+        placement: "min_cut": the lists decide which ops can be converted, and a minimum cut
+            over estimated times which conversions pay on this machine. "fused": the same, and
+            XLA compiles the elementwise ops between products and convolutions. "lists": the
+            lists alone decide. `tfamp.tune` measures which one is the fastest.
         profile: Speeds for the minimum cut: a `tfamp.graph.MachineProfile`, "builtin" for fixed
             figures, or None for this machine's, measured once (2 s) and cached; see
             `TFAMP_PROFILE`.
@@ -130,8 +132,9 @@ def _low_dtype(dtype: str | None) -> str:
     name = dtype if isinstance(dtype, str) and dtype in LOW_PRECISION else low_dtype(dtype)
     if name is None:
         warnings.warn(
-            "This machine multiplies neither float16 nor bfloat16 natively, so the function stays "
-            "in float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
+            "This machine multiplies neither float16 nor bfloat16 natively, so the function "
+            "stays in float32. Give dtype= to rewrite it all the same; `tfamp doctor` "
+            "explains.",
             NothingConvertedWarning,
             stacklevel=level_of_user(),
         )
@@ -150,15 +153,16 @@ def check_function(fn: Any) -> None:
     if isinstance(fn, type) or not callable(fn):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(
-            "rewrite takes a tf.function, a concrete function, a Keras model or a Python function; "
-            f"got {got}."
+            "rewrite takes a tf.function, a concrete function, a Keras model or a Python "
+            f"function; got {got}."
         )
     python = getattr(fn, "python_function", fn)
     for kind, is_kind in _NOT_TRACED.items():
         if is_kind(python) or is_kind(python.__call__):
             raise TypeError(
-                "rewrite takes functions that return their result, which TensorFlow can trace; got "
-                f"{kind}, {fn!r}. Rewrite the function that computes, and call it from this one."
+                "rewrite takes functions that return their result, which TensorFlow can trace; "
+                f"got {kind}, {fn!r}. Rewrite the function that computes, and call it from "
+                "this one."
             )
 
 
@@ -182,15 +186,17 @@ class RewrittenFunction(SaveableFunction):
         self.written = fn
         self.settings = options
         self._traced = TracedFunction.of(fn) if traced is None else traced
-        self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[Graph, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
-        self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
+        # By the object that the function is a method of.
+        self._bound: weakref.WeakKeyDictionary[object, RewrittenFunction]
+        self._bound = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
-        # Without it, `inspect` mistakes an object with `__get__` for a builtin without signature.
+        # Without it, `inspect` takes an object with `__get__` for a builtin that has none.
         self.__signature__ = self._traced.signature
 
-    def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
-        """Returns the function as a method of an object; each object has its own traces."""
+    def __get__(self, instance: object, owner: type | None = None) -> RewrittenFunction:
+        """Returns the function as a method of an object; traces are not shared by objects."""
         if instance is None:
             return self
         if instance not in self._bound:
@@ -211,7 +217,7 @@ class RewrittenFunction(SaveableFunction):
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self.dtype}>"
 
-    def concrete(self, *args: Any, **kwargs: Any) -> Any:
+    def concrete(self, *args: Any, **kwargs: Any) -> Trace:
         """Returns the concrete function that a call with these arguments runs.
 
         Args:
@@ -228,8 +234,8 @@ class RewrittenFunction(SaveableFunction):
             **kwargs: The same by name.
 
         Raises:
-            RewriteError: The function runs in float32: it could not be rewritten and `on_error` is
-                "keep", or this machine has no faster dtype.
+            RewriteError: The function runs in float32: it could not be rewritten and `on_error`
+                is "keep", or this machine has no faster dtype.
         """
         plan = self._plans.get(self.get_concrete_function(*args, **kwargs).graph)
         if plan is None:
@@ -246,7 +252,7 @@ class RewrittenFunction(SaveableFunction):
         dtype = self.settings.dtype
         return None if dtype == FLOAT32 else dtype
 
-    def _trace(self, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, *args: Any, **kwargs: Any) -> Nest:
         if tf.executing_eagerly():
             text = _EAGER.format(self._traced.name)
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())

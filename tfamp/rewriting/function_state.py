@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.kinds import Handle, Nest, Trace
 from tfamp.graph.graph import Graph
 from tfamp.graph.observe import held_variables, put_back
 from tfamp.interop import keras_hooks, tf_private
@@ -21,7 +21,7 @@ _TABLE_WRITES = ("LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemov
 
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[Callable[[], None]]:
-    """A context that restores the random generators that Python code may use while it is traced.
+    """A context that restores the random generators that Python code may use in a trace.
 
     These are Python's, NumPy's, TensorFlow's for eager ops, and Keras's. Yields a function that
     restores them earlier.
@@ -45,7 +45,7 @@ def kept_random_states() -> Iterator[Callable[[], None]]:
         restore()
 
 
-def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
+def variables_of(traces: Sequence[Trace], args: Nest) -> list[Handle]:
     """Returns the handles of all variables that concrete functions capture or are given.
 
     State behind `tf.py_function` and in files is not covered.
@@ -53,43 +53,45 @@ def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
     Raises:
         ValueError: The functions may change other state; the message says what to do.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(leaf)]
-    given = [leaf.handle if isinstance(leaf, tf.Variable) else leaf for leaf in leaves]
-    captured = [each for trace in traces for each in trace.captured_inputs]
-    found = []
-    for each in {id(each): each for each in (*given, *captured)}.values():
-        kind = tf_private.resource_kind(each) if each.dtype == tf.resource else None
+    leaves = filter(tf.is_tensor, tf.nest.flatten(args, expand_composites=True))
+    passed = [leaf.handle if isinstance(leaf, tf.Variable) else leaf for leaf in leaves]
+    captured = [tensor for trace in traces for tensor in trace.captured_inputs]
+    variables = []
+    for tensor in {id(tensor): tensor for tensor in (*passed, *captured)}.values():
+        kind = tf_private.resource_kind(tensor) if tensor.dtype == tf.resource else None
         if kind == _VARIABLE:
-            found.append(each)
+            variables.append(tensor)
         elif kind == _TABLE:
             _check_tables_are_read(traces)
-        elif kind is not None or each.dtype == tf.variant:
+        elif kind is not None or tensor.dtype == tf.variant:
             what = f"a resource of type {kind or 'unknown'!r}"
-            raise _cannot_restore("a dataset" if each.dtype == tf.variant else what)
-    return found
+            raise _cannot_restore("a dataset" if tensor.dtype == tf.variant else what)
+    return variables
 
 
-def _check_tables_are_read(traces: Iterable[Any]) -> None:
+def _check_tables_are_read(traces: Iterable[Trace]) -> None:
     if written := set[str]().union(*map(ops_of, traces)).intersection(_TABLE_WRITES):
         raise _cannot_restore(f"a lookup table ({', '.join(sorted(written))})")
 
 
 def _cannot_restore(what: str) -> ValueError:
     return ValueError(
-        f"The function uses {what}, whose state cannot be restored after a run. Give a function "
-        "that takes the tensors as arguments, such as next(iterator), and leaves the rest out."
+        f"The function uses {what}, whose state cannot be restored after a run. Give a "
+        "function that takes the tensors as arguments, such as next(iterator), and leaves the "
+        "rest out."
     )
 
 
-def ops_of(trace: Any) -> set[str]:
-    """Returns the op types in the graph of a concrete function and the functions that it calls."""
+def ops_of(trace: Trace) -> set[str]:
+    """Returns the op types in the graph of a concrete function and in called functions."""
     return {node.op for node in Graph(trace.graph.as_graph_def()).nodes}
 
 
-def random_ops(trace: Any) -> list[tuple[str, int, int]]:
-    """Returns the ops of a concrete function with a random state of their own, never restored.
+def random_ops(trace: Trace) -> list[tuple[str, int, int]]:
+    """Returns the ops of a concrete function that keep a random state, which is never restored.
 
-    Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each run.
+    Each is its type and its two seeds, sorted; with seeds of 0 it draws other numbers in each
+    run.
     """
     nodes = Graph(trace.graph.as_graph_def()).nodes
     return sorted(
@@ -100,10 +102,10 @@ def random_ops(trace: Any) -> list[tuple[str, int, int]]:
     )
 
 
-def unseeded_ops(traces: Sequence[Any]) -> tuple[str, ...]:
+def unseeded_ops(traces: Sequence[Trace]) -> tuple[str, ...]:
     """Returns the types of random ops that draw other numbers in each run or trace, sorted."""
     first, *others = map(random_ops, traces)
-    found = {op for op, *seeds in first if not any(seeds)}
+    unseeded = {op for op, *seeds in first if not any(seeds)}
     for other in others:
-        found |= {op for op, *_ in set(other) - set(first)}
-    return tuple(sorted(found))
+        unseeded |= {op for op, *_ in set(other) - set(first)}
+    return tuple(sorted(unseeded))

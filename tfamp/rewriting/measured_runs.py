@@ -11,17 +11,17 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.core.kinds import Function, Handle, Nest, Tensor, Trace
 from tfamp.core.options import checked_count, checked_number
 from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
@@ -31,24 +31,29 @@ from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.rewriting import function_state
 from tfamp.rewriting.choice_cache import Choice
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.pipeline import TracedFunction
+from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneRow, is_within
 
 FUSED = "fused"
+# Ends of a measurement: choices, for medians and quartiles of a few times, and a wait that a user
+# accepts.
 ROUNDS, SECONDS = 10, 10.0
-# Rounds after the first are for candidates within the first factor of the fastest, those after the
-# second within the other one, and later ones for those not slower in three quarters of the rounds.
-# Choices: wide where one run of each is known, and twice the 8 % by which medians vary on a machine
-# that is not idle where two are. With them tune takes about three first calls.
+# Rounds after the first are for candidates within the first factor of the fastest, those after
+# the second within the other one, and later ones for those not slower in three quarters of the
+# rounds. Choices: wide where one run of each is known, and twice the 8 % by which medians vary
+# on a machine that is not idle where two are. With them tune takes about three first calls.
 _FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
-# A candidate may always compile this many seconds longer than float32: short steps compile fast.
+# A candidate may always compile this many seconds longer than float32: short steps compile
+# fast.
 _LEAST_LIMIT = 1.0
-# After so many times float32's first two calls no round begins, unless float32 may be the fastest:
-# all of tune is to take at most three first calls.
+# After so many times float32's first two calls no round begins, unless float32 may be the
+# fastest: all of tune is to take at most three first calls.
 _MOST_STARTS = 2.5
-# Short calls are repeated for this long in each round: a clock and a Python call take microseconds.
+# Short calls are repeated for this long in each round: a clock and a Python call take
+# microseconds.
 _LEAST_SECONDS = 3e-3
-# At most so many, a choice: the state is not restored between them, and a train step moves on.
+# At most so many, a choice: the state is not restored between them, and a train step moves
+# on.
 _MOST_REPEATS = 30
 # The op of BatchNormalization layers in traces to rewrite; Keras has other ops in float32.
 _NORMALIZES = "FusedBatchNormV3"
@@ -88,8 +93,8 @@ class Candidate:
     """
 
     name: str
-    function: Any
-    best: Any = None
+    function: Function
+    best: Function = None
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -99,13 +104,13 @@ class Candidate:
 class Run:
     """A graph while it is measured: its trace, a call, the error and a time for each round.
 
-    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is the
-    time of its trace and its first call in seconds.
+    `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is
+    the time of its trace and its first call in seconds.
     """
 
-    key: Any
-    trace: Any
-    call: Callable[[], Any]
+    key: Hashable
+    trace: Trace
+    call: Callable[[], Nest]
     low_nodes: int
     names: list[str]
     error: float = math.nan
@@ -139,14 +144,15 @@ class Run:
 class State:
     """State that runs change: random states and variables of graphs, each noted once."""
 
-    def __init__(self, args: Sequence[Any], restore_randoms: Callable[[], None]) -> None:
+    def __init__(self, args: Sequence[Nest], restore_randoms: Callable[[], None]) -> None:
         self._args, self._restore_randoms = args, restore_randoms
-        self._known: dict[int, Any] = {}
-        self._held: list[tuple[Any, Any]] = []
+        self._known: dict[int, Handle] = {}
+        self._held: list[tuple[Handle, Tensor]] = []
 
-    def note(self, trace: Any) -> None:
+    def note(self, trace: Trace) -> None:
         """Notes the values of a trace's variables, before its first call."""
-        handles = {id(each): each for each in function_state.variables_of([trace], self._args)}
+        variables = function_state.variables_of([trace], self._args)
+        handles = {id(handle): handle for handle in variables}
         new = [handle for key, handle in handles.items() if key not in self._known]
         self._held += held_variables(new)
         self._known |= handles
@@ -159,7 +165,7 @@ class State:
 
 def measured(
     candidates: Sequence[Candidate],
-    args: Sequence[Any],
+    args: Sequence[Nest],
     state: State,
     limits: Limits,
     begin: float,
@@ -171,7 +177,7 @@ def measured(
     bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
     device = device_scope()
     thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[Run]()
-    references: list[Any] = []
+    references: list[Tensor] = []
 
     def call_first(run: Run) -> None:
         with tf.device(device):
@@ -190,7 +196,7 @@ def measured(
             calls.append(thread.submit(call_first, run))
         for call in calls:
             call.result()
-        order = [each.name for each in candidates]
+        order = [candidate.name for candidate in candidates]
         runs.sort(key=lambda run: order.index(run.names[0]))
         with tf.init_scope():  # A tape around it must not record the runs.
             for run in itertools.chain.from_iterable(_rounds(runs, begin, limits)):
@@ -200,30 +206,36 @@ def measured(
     finally:
         thread.shutdown(cancel_futures=True)
         state.restore()
-    bar.update(sum(1 + len(each.times) for each in runs), finalize=True)
+    bar.update(sum(1 + len(run.times) for run in runs), finalize=True)
     return runs
 
 
 def _graphs(
-    candidates: Sequence[Candidate], args: Sequence[Any], start: float, settle: Callable[[], Any]
+    candidates: Sequence[Candidate],
+    args: Sequence[Nest],
+    start: float,
+    settle: Callable[[], object],
 ) -> Iterator[Run]:
     """Yields each graph once, traced since a time: float32's, then what compiles longest.
 
     `settle` waits for the runs of the graphs before.
     """
     runs: list[Run] = []
-    for each in sorted(candidates, key=lambda each: (each.name != FLOAT32, each.name != FUSED)):
+    ordered = sorted(candidates, key=lambda way: (way.name != FLOAT32, way.name != FUSED))
+    for candidate in ordered:
         if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
             settle()
-        plan = _shared_plan_of(each)
-        key = each.name if plan is None else (plan.retypes, plan.casts, each.name == FUSED)
+        plan = _shared_plan_of(candidate)
+        key: Hashable = candidate.name
+        if plan is not None:
+            key = plan.retypes, plan.casts, candidate.name == FUSED
         same = next((run for run in runs if run.key == key), None)
         if same is not None:
-            same.names.append(each.name)
+            same.names.append(candidate.name)
             continue
         if plan is None:  # A trace may run Python code that uses random numbers.
             settle()
-        if (run := _traced(each, args, key)) is not None:
+        if (run := _traced(candidate, args, key)) is not None:
             run.first, start = time.monotonic() - start, time.monotonic()
             runs.append(run)
             yield run
@@ -247,7 +259,7 @@ def _shared_plan_of(candidate: Candidate) -> RewritePlan | None:
     return None
 
 
-def _traced(candidate: Candidate, args: Sequence[Any], key: Any) -> Run | None:
+def _traced(candidate: Candidate, args: Sequence[Nest], key: Hashable) -> Run | None:
     """Traces a candidate; None if XLA has nothing to compile: it equals "min_cut"."""
     function, low_nodes = candidate.function, 0
     trace = function.get_concrete_function(*args)
@@ -280,7 +292,7 @@ def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Seque
 
 
 def _still_open(runs: Sequence[Run], number: int, max_error: float | None) -> list[Run]:
-    """The runs that may still be the fastest before a round: float32's, and exact ones near it."""
+    """The runs that may still be the fastest: float32's, and exact ones near it."""
     allowed = [run for run in runs if run is runs[0] or is_within(run.error, max_error)]
     fastest = min(allowed, key=lambda run: run.seconds)
     longest = (_FAR if number == 1 else _CLOSE) * fastest.seconds
@@ -292,32 +304,34 @@ def _still_open(runs: Sequence[Run], number: int, max_error: float | None) -> li
 
 def choice_of(runs: Sequence[Run], max_error: float | None) -> Choice:
     """Returns the fastest of measured runs that is faster than float32's and exact enough."""
-    timed = [each for each in runs if each.times]
-    better = [each for each in timed if is_within(each.error, max_error)]
-    better = [each for each in better if each.is_faster_than(runs[0])]
-    chosen = min([runs[0], *better], key=lambda each: each.seconds)
-    rows = tuple(row for each in timed for row in each.rows(each is chosen))
-    dropped = tuple(name for each in runs if not each.times for name in each.names)
-    unseeded = function_state.unseeded_ops([each.trace for each in timed])
-    return Choice(rows, max(len(each.times) for each in timed), dropped, unseeded)
+    timed = [run for run in runs if run.times]
+    better = [run for run in timed if is_within(run.error, max_error)]
+    better = [run for run in better if run.is_faster_than(runs[0])]
+    chosen = min([runs[0], *better], key=lambda run: run.seconds)
+    rows = tuple(row for run in timed for row in run.rows(run is chosen))
+    dropped = tuple(name for run in runs if not run.times for name in run.names)
+    unseeded = function_state.unseeded_ops([run.trace for run in timed])
+    rounds = max(len(run.times) for run in timed)
+    return Choice(rows, rounds, dropped, unseeded)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def output_error(values: Sequence[Any], references: Sequence[Any]) -> float:
+def output_error(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """Returns the largest relative error of some tensors; NaN if one is unknown."""
-    errors = [_relative_error(*each) for each in zip(values, references, strict=True)]
+    pairs = zip(values, references, strict=True)
+    errors = [_relative_error(value, reference) for value, reference in pairs]
     return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
 
-def _float_tensors(outputs: Any) -> list[Any]:
+def _float_tensors(outputs: Nest) -> list[Tensor]:
     leaves = tf.nest.flatten(outputs, expand_composites=True)
     return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating]
 
 
-def _relative_error(value: Any, reference: Any) -> float:
-    """Root mean square of the differences over the reference's, where the reference is finite."""
+def _relative_error(value: Tensor, reference: Tensor) -> float:
+    """Root mean square of the differences over that of the reference, where it is finite."""
     if value.shape != reference.shape:
         return math.inf
     # Computed on the device, so that only scalars are copied from it.

@@ -4,8 +4,8 @@ TensorFlow 2 keeps the model in functions that signatures and the object graph r
 TensorFlow 1 in the graph itself. Both also hold ops and functions that save, restore and
 initialise: these are not part of the model and are not changed.
 
-A frozen graph has constants instead of variables, in the low dtype where possible. It is saved in
-TensorFlow 1's way, without objects, so that signatures share their constants.
+A frozen graph has constants instead of variables, in the low dtype where possible. It is saved
+in TensorFlow 1's way, without objects, so that signatures share their constants.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
+from tfamp.core.kinds import Handle, MetaGraphDef, NodeDef, SignatureDef, Tensor
 from tfamp.graph.body import Body
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.graph import Graph
@@ -43,6 +44,8 @@ from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
 from tfamp.planning.structures import BRANCHING, RewritePlan, node_name
 from tfamp.rewriting.pipeline import graph_use
+
+_Arrays: TypeAlias = Mapping[str, Any]  # By the names of a signature's inputs.
 
 VARIABLES_PREFIX = "variables/variables"
 _VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
@@ -83,17 +86,19 @@ class Roles:
     entries: tuple[str, ...]
 
 
-def signatures_of(meta_graph: Any) -> dict[str, Any]:
+def signatures_of(meta_graph: MetaGraphDef) -> dict[str, SignatureDef]:
     """Returns the signatures of a `MetaGraphDef` by name."""
-    found = sorted(meta_graph.signature_def.items())
-    return {name: signature for name, signature in found if name not in _NO_SIGNATURES}
+    entries = sorted(meta_graph.signature_def.items())
+    return {name: signature for name, signature in entries if name not in _NO_SIGNATURES}
 
 
-def find_roles(meta_graph: Any) -> Roles:
+def find_roles(meta_graph: MetaGraphDef) -> Roles:
     """Returns the roles of the parts of a `MetaGraphDef`; it is not modified."""
     signatures = signatures_of(meta_graph).values()
-    feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
-    fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
+    feeds = _distinct(tensor for signature in signatures for tensor in tensors_of(signature.inputs))
+    fetches = _distinct(
+        tensor for signature in signatures for tensor in tensors_of(signature.outputs)
+    )
     main = Graph(meta_graph.graph_def).main
     used = main.ancestors((*feeds, *fetches))
     return Roles(
@@ -106,7 +111,7 @@ def find_roles(meta_graph: Any) -> Roles:
 
 
 def rewrite_meta_graph(
-    meta_graph: Any, roles: Roles, options: RewriteOptions, ranges: Ranges | None = None
+    meta_graph: MetaGraphDef, roles: Roles, options: RewriteOptions, ranges: Ranges | None = None
 ) -> RewritePlan:
     """Converts a graph of a SavedModel in place; returns the plan.
 
@@ -128,11 +133,11 @@ def rewrite_meta_graph(
     return plan
 
 
-def _model_graph(meta_graph: Any, roles: Roles, kept: Iterable[str] = ()) -> Graph:
+def _model_graph(meta_graph: MetaGraphDef, roles: Roles, kept: Iterable[str] = ()) -> Graph:
     """Returns a copy of the graph with only the model's functions, and calls inlined in these.
 
-    Inlining saves Casts between layers. A function that only calls another keeps the call, so that
-    signatures still share functions.
+    Inlining saves Casts between layers. A function that only calls another keeps the call, so
+    that signatures still share functions.
     """
     graph = Graph(meta_graph.graph_def, kept).copy()
     used = (node for node in graph.main.nodes if node.name not in roles.bystanders)
@@ -152,10 +157,10 @@ def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
         sparse = info.coo_sparse
         yield from filter(None, (info.name, sparse.values_tensor_name))
         yield from filter(None, (sparse.indices_tensor_name, sparse.dense_shape_tensor_name))
-        yield from (each.name for each in info.composite_tensor.components)
+        yield from (component.name for component in info.composite_tensor.components)
 
 
-def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
+def _init_nodes(meta_graph: MetaGraphDef) -> tuple[str, ...]:
     names: list[str] = []
     for key in _NO_SIGNATURES:
         if key in meta_graph.signature_def:
@@ -168,16 +173,19 @@ def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
 
 
 def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
-    """Yields the object graph's functions except those that manage resources, save or restore."""
+    """Yields the object graph's functions that do not manage resources, save or restore."""
     helping: set[int] = set()
-    for each in objects:
-        helping |= {c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS}
-        for saveable in each.saveable_objects.values():
+    for saved_object in objects:
+        for child in saved_object.children:
+            if child.local_name in _RESOURCE_FUNCTIONS:
+                helping.add(child.node_id)
+        for saveable in saved_object.saveable_objects.values():
             helping |= {saveable.save_function, saveable.restore_function}
-    for number, each in enumerate(objects):
+    for number, saved_object in enumerate(objects):
         if number not in helping:
-            yield from each.function.concrete_functions
-            yield from filter(None, [each.bare_concrete_function.concrete_function_name])
+            yield from saved_object.function.concrete_functions
+            bare = saved_object.bare_concrete_function.concrete_function_name
+            yield from filter(None, [bare])
 
 
 def _custom_gradients(graph: Graph) -> list[str]:
@@ -195,7 +203,7 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 # ---- Values and calibration ----------------------------------------------------------------------
 
 
-def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
+def _captured(src: Path, meta_graph: MetaGraphDef) -> tuple[Any, dict[str, Handle]]:
     """Loads a TensorFlow 2 model; returns it, and its resources by their nodes in the graph.
 
     Each signature's call in the graph takes the tensors that its loaded function captures. The
@@ -205,36 +213,39 @@ def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
     # Variables live as long as the loaded model.
     loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
     nodes = Graph(meta_graph.graph_def).main.by_name
-    found: dict[str, Any] = {}
+    captures: dict[str, Tensor] = {}
     for key, signature in signatures_of(meta_graph).items():
         if signature.outputs:
             call = nodes[node_name(next(iter(signature.outputs.values())).name)]
-            given = list(map(node_name, tensor_inputs(call)))
+            taken = list(map(node_name, tensor_inputs(call)))
             captured = loaded.signatures[key].captured_inputs
-            found |= zip(given[len(given) - len(captured) :], captured, strict=True)
-    return loaded, {name: each for name, each in found.items() if each.dtype == tf.resource}
+            captures |= zip(taken[len(taken) - len(captured) :], captured, strict=True)
+    handles = {name: value for name, value in captures.items() if value.dtype == tf.resource}
+    return loaded, handles
 
 
-def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibration) -> Ranges:
+def measure_meta_graph(
+    meta_graph: MetaGraphDef, roles: Roles, src: Path, data: Calibration
+) -> Ranges:
     """Runs each call of a calibration on the signature with inputs of the same names.
 
-    A call is a dict of arrays by input name, or an array for a signature with one input. The values
-    of the variables are from the SavedModel in `src`.
+    A call is a dict of arrays by input name, or an array for a signature with one input. The
+    values of the variables are from the SavedModel in `src`.
 
     Raises:
         SavedModelError: No signature takes such inputs, or the model cannot run here.
     """
     graph = _model_graph(meta_graph, roles)
-    captured: dict[str, Any] = {}
+    captured: dict[str, Handle] = {}
     if meta_graph.object_graph_def.nodes:
         loaded, captured = _captured(src, meta_graph)
     for name in captured:  # Runs are fed the loaded model's resource.
         graph.main.become(graph.main.by_name[name], "Placeholder", (), dtype=tf.resource)
     signatures = signatures_of(meta_graph)
-    calls: dict[str, list[Mapping[str, Any]]] = {}
+    calls: dict[str, list[_Arrays]] = {}
     for args, kwargs in data.calls():
-        name, given = _matching(signatures, args, kwargs, src)
-        calls.setdefault(name, []).append(given)
+        name, batch = _matching(signatures, args, kwargs, src)
+        calls.setdefault(name, []).append(batch)
     ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         inputs = sorted(signatures[name].inputs.items())
@@ -242,33 +253,38 @@ def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibrati
         values = [[batch[key] for key, _ in inputs] for batch in batches]
         fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
-            found = measure(graph, feeds, values, list(captured.values()), fetches)
+            new_ranges = measure(graph, feeds, values, list(captured.values()), fetches)
         except tf.errors.OpError as error:
             raise SavedModelError(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: "
                 f"{first_line(error)}"
             ) from error
-        for key, each in found.items():
-            ranges[key] = each.joined(ranges.get(key, each))
+        for key, tensor_range in new_ranges.items():
+            ranges[key] = tensor_range.joined(ranges.get(key, tensor_range))
     return ranges
 
 
 def _matching(
-    signatures: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], src: Path
-) -> tuple[str, Mapping[str, Any]]:
+    signatures: Mapping[str, SignatureDef],
+    args: Sequence[Any],
+    kwargs: _Arrays,
+    src: Path,
+) -> tuple[str, _Arrays]:
     for name, signature in signatures.items():
         inputs = sorted(signature.inputs)
         if kwargs and inputs == sorted(kwargs):
             return name, kwargs
         if not kwargs and len(inputs) == len(args) == 1:
             return name, {inputs[0]: args[0]}
-    given = f"arrays named {sorted(kwargs)}" if kwargs else f"{len(args)} arrays without names"
-    taken = "; ".join(f"{name} takes {sorted(each.inputs)}" for name, each in signatures.items())
-    raise SavedModelError(f"No signature of {src} takes {given}: {taken or 'there is none'}.")
+    got = f"arrays named {sorted(kwargs)}" if kwargs else f"{len(args)} arrays without names"
+    known = "; ".join(
+        f"{name} takes {sorted(signature.inputs)}" for name, signature in signatures.items()
+    )
+    raise SavedModelError(f"No signature of {src} takes {got}: {known or 'there is none'}.")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, without TensorFlow's location in the graph."""
+    """Returns the first line of an error's message, without the place in the graph."""
     text = getattr(error, "message", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
@@ -276,7 +292,7 @@ def first_line(error: BaseException) -> str:
 # ---- Freezing ------------------------------------------------------------------------------------
 
 
-def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
+def freeze_meta_graph(meta_graph: MetaGraphDef, roles: Roles, src: Path) -> None:
     """Replaces the variables that signatures use by constants, in place.
 
     Calls are inlined, so that signatures share the constants. Objects and their functions are
@@ -305,7 +321,11 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     _drop_objects(meta_graph, keep)
 
 
-def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> RewritePlan:
+def store_low_constants(
+    meta_graph: MetaGraphDef,
+    roles: Roles,
+    plan: RewritePlan,
+) -> RewritePlan:
     """Stores constants of a frozen, converted graph in the low dtype if no other dtype is used.
 
     In place; returns the plan without the removed Casts.
@@ -316,10 +336,11 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     # Raises an error if dtypes disagree.
     index_bodies(graph, plan.dtype, "cpu")
     casts = tuple(cast for cast in plan.casts if (cast.scope, cast.name) not in folded)
-    return make_plan(plan.dtype, plan.nodes, casts, plan.retypes, plan.summary.estimated_speed_up)
+    speed_up = plan.summary.estimated_speed_up
+    return make_plan(plan.dtype, plan.nodes, casts, plan.retypes, speed_up)
 
 
-def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:
+def _check_reads_only(nodes: Iterable[NodeDef], variables: Sequence[str]) -> None:
     for node in nodes:
         taken = {node_name(name) for name in tensor_inputs(node)}
         reads = node.op in _READING or node.op.startswith("ReadVariable")
@@ -330,16 +351,34 @@ def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:
             )
 
 
-def _with_constants(graph: Graph, values: Mapping[str, Any], keep: Iterable[str]) -> Graph:
-    """Returns the graph with constants instead of variables."""
+class _ValuesInsteadOfSession:
+    """Stands in for a session of `convert_variables_to_constants`, which asks for values only.
+
+    Args:
+        values: The values by the names of the variables' nodes.
+    """
+
+    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
+        self._values = values
+
+    def run(self, reads: Iterable[str]) -> list[np.ndarray]:
+        """Returns the values of variables by the tensors that read them, as a session would."""
+        names = (read.removesuffix(":0").removesuffix(_READ) for read in reads)
+        return [self._values[name] for name in names]
+
+
+def _with_constants(
+    graph: Graph,
+    values: Mapping[str, np.ndarray],
+    keep: Iterable[str],
+) -> Graph:
+    """Returns the graph with constants instead of variables.
+
+    TensorFlow's `convert_variables_to_constants_v2` takes one concrete function and returns
+    another, and so would give each signature its own graph with its own copy of the constants.
+    """
     outputs = sorted({node_name(name) for name in keep})
-
-    def run(tensors: Iterable[str]) -> list[Any]:
-        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
-        return [values[name] for name in names]
-
-    # The session is used only to read variables.
-    session = types.SimpleNamespace(run=run)
+    session = _ValuesInsteadOfSession(values)
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel(logging.ERROR)  # The only public function for this is deprecated.
@@ -356,7 +395,7 @@ def _with_constants(graph: Graph, values: Mapping[str, Any], keep: Iterable[str]
     return frozen
 
 
-def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
+def _drop_objects(meta_graph: MetaGraphDef, keep: Iterable[str]) -> None:
     """Removes everything that signatures and initialisation do not need."""
     graph = Graph(meta_graph.graph_def)
     _wait_for_no_constants(graph.main)
@@ -387,7 +426,9 @@ def _wait_for_no_constants(main: Body) -> None:
             main.set_inputs(node, [name for name in node.input if name not in waits])
 
 
-def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+def _variable_values(
+    src: Path, meta_graph: MetaGraphDef, names: Sequence[str]
+) -> dict[str, np.ndarray]:
     """Reads the values of variables, by their nodes in the graph.
 
     Raises:
@@ -396,7 +437,11 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
     if meta_graph.object_graph_def.nodes:
         loaded, captured = _captured(src, meta_graph)
         held = {id(handle): value for handle, value in held_variables(captured.values())}
-        values = {n: held[id(each)].numpy() for n, each in captured.items() if id(each) in held}
+        values = {
+            name: held[id(handle)].numpy()
+            for name, handle in captured.items()
+            if id(handle) in held
+        }
     else:  # TensorFlow 1 saves variables by name.
         reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
         values = {name: reader.get_tensor(name) for name in names if reader.has_tensor(name)}

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
+from tfamp.core.kinds import SavedModel
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
@@ -48,33 +49,37 @@ def rewrite_saved_model(
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the op lists allow it.
 
-    The new model is used like the old one: signatures, their names, dtypes and shapes, functions,
-    variables, assets and lookup tables are kept; inputs, outputs and variables remain float32.
-    Loading it does not need tfamp. The SavedModel in `src` is not modified, and `dst` appears when
-    it is complete: it is written next to its place and renamed. A replaced SavedModel is first
-    renamed to ".NAME-….old"; a process killed between the two renames leaves it there, complete.
+    The new model is used like the old one: signatures, their names, dtypes and shapes,
+    functions, variables, assets and lookup tables are kept; inputs, outputs and variables
+    remain float32. Loading it does not need tfamp. The SavedModel in `src` is not modified, and
+    `dst` appears when it is complete: it is written next to its place and renamed. A replaced
+    SavedModel is first renamed to ".NAME-….old"; a process killed between the two renames
+    leaves it there, complete.
 
     Args:
-        src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3, or
-            TensorFlow 1.
+        src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3,
+            or TensorFlow 1.
         dst: Directory to write; it must not exist unless `overwrite`.
-        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
-            the dtype that this machine multiplies natively.
-        freeze: Whether variables become constants, stored in the low dtype if used in that only:
-            about half the bytes. A frozen model has only its signatures and cannot be trained.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto"
+            is the dtype that this machine multiplies natively.
+        freeze: Whether variables become constants, stored in the low dtype if used in that
+            only: about half the bytes. A frozen model has only its signatures and cannot be
+            trained.
         calibration: Data to run the signatures on in float32: a dict of arrays by input name, a
             list of these, the path of a `.npz` file that holds them, or a
-            `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay float32.
+            `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay
+            float32.
         op_lists: The ops that may be converted; `OpLists.default(dtype, device)` if None.
         keep_float32: Regular expressions, searched for in node names: these nodes stay float32.
-            Names of nodes in functions, branches and loops are prefixed with their caller's name.
+            Names of nodes in functions, branches and loops are prefixed with their caller's
+            name.
         force_low: The same: these nodes compute in low precision if the op has a kernel for it.
         placement: "lists": the op lists decide alone, as the model may run on another machine.
-            "min_cut": they decide which nodes may be converted, and a minimum cut which are worth
-            it on such a device, by built-in times. "fused", with `freeze` only: like "min_cut", and
-            XLA compiles the arithmetic between products where the model runs.
-        device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for this
-            machine's. Nodes without a kernel there stay float32.
+            "min_cut": they decide which nodes may be converted, and a minimum cut which are
+            worth it on such a device, by built-in times. "fused", with `freeze` only: like
+            "min_cut", and XLA compiles the arithmetic between products where the model runs.
+        device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for
+            this machine's. Nodes without a kernel there stay float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
 
     Returns:
@@ -127,8 +132,8 @@ def inspect_saved_model(
         src: Directory of a SavedModel.
         dtype: As for `rewrite_saved_model`.
         freeze: As for `rewrite_saved_model`.
-        **choices: Its arguments `calibration`, `op_lists`, `keep_float32`, `force_low`, `placement`
-            and `device`.
+        **choices: Its arguments `calibration`, `op_lists`, `keep_float32`, `force_low`,
+            `placement` and `device`.
 
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
@@ -155,13 +160,17 @@ def required_dtype(dtype: Any) -> str:
 
 
 def _options(
-    dtype: Any, freeze: bool, calibration: Any = None, placement: str = _PLACEMENT, **choices: Any
+    dtype: Any,
+    freeze: bool,
+    calibration: Any = None,
+    placement: str = _PLACEMENT,
+    **choices: Any,
 ) -> RewriteOptions:
     if placement == "fused" and not freeze:
         raise ValueError(
-            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel that is "
-            "not frozen computes in functions: give freeze=True too, or placement='min_cut', which "
-            "is the same without compiling."
+            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel "
+            "that is not frozen computes in functions: give freeze=True too, or "
+            "placement='min_cut', which is the same without compiling."
         )
     if isinstance(calibration, str | os.PathLike):
         calibration = Calibration.from_npz(calibration)
@@ -177,7 +186,12 @@ def _options(
     )
 
 
-def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> RewritePlan:
+def _rewritten(
+    model: SavedModel,
+    src: Path,
+    freeze: bool,
+    options: RewriteOptions,
+) -> RewritePlan:
     """Converts the graphs of a SavedModel in place; returns the plan."""
     data = options.calibration
     plans = []
@@ -188,7 +202,9 @@ def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> 
             roles = saved_graph.find_roles(meta_graph)
         ranges = data and saved_graph.measure_meta_graph(meta_graph, roles, src, data)
         plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
-        plans.append(saved_graph.store_low_constants(meta_graph, roles, plan) if freeze else plan)
+        if freeze:
+            plan = saved_graph.store_low_constants(meta_graph, roles, plan)
+        plans.append(plan)
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
@@ -200,8 +216,8 @@ def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> 
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _read(src: Path) -> Any:
-    """Reads the graphs of a SavedModel, and its variables once, to check that they are complete.
+def _read(src: Path) -> SavedModel:
+    """Reads the graphs of a SavedModel, and its variables once, to check that none is damaged.
 
     Raises:
         SavedModelError: It is missing or broken.
@@ -220,7 +236,8 @@ def _read(src: Path) -> Any:
         ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
-    for node in (node for each in model.meta_graphs for node in Graph(each.graph_def).nodes):
+    nodes = (node for graph in model.meta_graphs for node in Graph(graph.graph_def).nodes)
+    for node in nodes:
         if node.op == "Const" and "value" not in node.attr:  # TensorFlow would crash on it.
             raise SavedModelError(
                 f"{path} is broken: its constant {node.name!r} has no value. Save the model again."
@@ -248,8 +265,8 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
         raise SavedModelError(f"The output {dst} is the input {src}; give another directory.")
     if source in target.parents or target in source.parents:
         raise SavedModelError(
-            f"The output {dst} and the input {src} are inside one another; give a directory next "
-            "to it."
+            f"The output {dst} and the input {src} are inside one another; give a directory "
+            "next to it."
         )
     if os.path.lexists(dst) and not overwrite:
         raise SavedModelError(
@@ -259,12 +276,12 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not is_empty and not (target / _GRAPH_FILE).is_file():
         raise SavedModelError(
-            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give another "
-            "directory."
+            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give "
+            "another directory."
         )
     return target
 
 
 def directory_bytes(path: Path) -> int:
     """Returns the bytes of all files in a directory."""
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

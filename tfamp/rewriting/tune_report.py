@@ -22,18 +22,19 @@ class TuneRow:
         candidate: Its name: "float32", or a placement of `tfamp.rewrite`.
         seconds: Median time of a call.
         quartiles: Lower and upper quartile of the times.
-        error: Relative error of its outputs against float32's: for each float output the root mean
-            square of the differences over the root mean square of the values, and of these the
-            largest. Values that are not finite in float32 do not count; inf if others are not
-            finite, NaN without values to compare. In a report from the cache it is the error on the
-            arguments of the measured call.
+        error: Relative error of its outputs against float32's: for each float output the root
+            mean square of the differences over the root mean square of the values, and of these
+            the largest. Values that are not finite in float32 do not count; inf if others are
+            not finite, NaN without values to compare. In a report from the cache it is the
+            error on the arguments of the measured call.
         chosen: Whether it is the one to use.
         low_nodes: Number of nodes of its graph that compute in the low dtype.
-        same_as: The candidate of an earlier row with the same graph, which has these times and this
-            error; "" if the graph was measured for this row.
+        same_as: The candidate of an earlier row with the same graph, which has these times and
+            this error; "" if the graph was measured for this row.
 
     Example:
-        >>> TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12).candidate
+        >>> row = TuneRow("lists", 0.002, (0.0019, 0.0022), 0.004, chosen=True, low_nodes=12)
+        >>> row.candidate
         'lists'
     """
 
@@ -65,9 +66,10 @@ class TuneReport:
         rounds: The largest number of times measured for a candidate.
         source: Whether the choice was measured now or before, and the file that keeps it.
         dropped: Candidates that were not measured, since they compile too long.
-        unseeded: Types of ops that draw other random numbers in each run, which counts as an error.
-        best: The function to use from now on. If float32 is chosen, it is the given function, as a
-            `tf.function`.
+        unseeded: Types of ops that draw other random numbers in each run, which counts as an
+            error.
+        best: The function to use from now on. If float32 is chosen, it is the function itself,
+            as a `tf.function`.
 
     Example:
         >>> rows = (
@@ -131,22 +133,25 @@ class TuneReport:
             yield f"low precision does not pay here: {self._why_float32()}"
         else:
             yield (
-                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, with "
-                f"an error of {chosen.error:.2g}"
+                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, "
+                f"with an error of {chosen.error:.2g}"
             )
             if not chosen.low_nodes:
-                yield f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+                yield (
+                    f"none of its ops is worth converting to {self.dtype}: it computes in float32"
+                )
         yield from (f"dropped: {name} takes too long to compile" for name in self.dropped)
         yield self.source
         if all(math.isnan(row.error) for row in self.rows):
             yield (
-                "float32 returns no float tensor with finite values, so the errors are unknown: "
-                "have the function return the results to judge it by"
+                "float32 returns no float tensor with finite values, so the errors are "
+                "unknown: have the function return the results to judge it by"
             )
         if self.unseeded:
             yield (
-                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors include "
-                "that: call tf.random.set_seed, give the ops a seed, or draw with keras.random"
+                f"{', '.join(self.unseeded)} drew other numbers in each run, and errors "
+                "include that: call tf.random.set_seed, give the ops a seed, or draw with "
+                "keras.random"
             )
 
     def _why_float32(self) -> str:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.kinds import Function, Nest
 from tfamp.core.options import PLACEMENTS
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
@@ -46,7 +47,8 @@ from tfamp.rewriting.measured_runs import (
     choice_of,
     measured,
 )
-from tfamp.rewriting.pipeline import TracedFunction, traced_once
+from tfamp.rewriting.pipeline import traced_once
+from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneReport
 from tfamp.torch_style.state import current_modes
 
@@ -65,56 +67,59 @@ def tune(
 ) -> TuneReport:
     """Alternates runs of a function in float32 and low precision, and chooses the fastest.
 
-    The function, which may be a whole train step with its optimizer, runs a few times per candidate
-    on the given arguments. Afterwards, also after an exception, the state is bit for bit as before:
-    variables, optimizers, and the random states of Keras, TensorFlow, NumPy and Python. Variables
-    that a first call would create, such as the slots of an optimizer, exist afterwards, with their
-    initial values. Effects outside TensorFlow are not undone, such as written files and effects of
-    `tf.py_function`.
+    The function, which may be a whole train step with its optimizer, runs a few times per
+    candidate on the given arguments. Afterwards, also after an exception, the state is bit for
+    bit as before: variables, optimizers, and the random states of Keras, TensorFlow, NumPy and
+    Python. Variables that a first call would create, such as the slots of an optimizer, exist
+    afterwards, with their initial values. Effects outside TensorFlow are not undone, such as
+    written files and effects of `tf.py_function`.
 
     float32, the function as it is, is always a candidate: the result is never slower. Another
-    candidate is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    Candidates share one trace, and those with the same graph run once, unless variables are
-    arguments: then each is traced and runs. The first call of each, which compiles, runs in a
-    thread while the next one is rewritten. Then all are timed once, those within a factor of 1.5 of
-    the fastest again, and those within 15 % twice more. Further rounds are for those that are not
-    slower in three quarters of the rounds. No round begins after 2.5 times as long as the first two
-    calls in float32 take.
+    candidate is chosen only if it was faster in three quarters of the rounds, which noise is
+    not. Candidates share one trace, and those with the same graph run once, unless variables
+    are arguments: then each is traced and runs. The first call of each, which compiles, runs in
+    a thread while the next one is rewritten. Then all are timed once, those within a factor of
+    1.5 of the fastest again, and those within 15 % twice more. Further rounds are for those
+    that are not slower in three quarters of the rounds. No round begins after 2.5 times as long
+    as the first two calls in float32 take.
 
-    The choice is kept in the user's cache: the next start of the program uses it without a run, and
-    the report says so. It is measured again for another graph, version, machine or argument, for op
-    lists or calibration data of your own, and with the environment variable `TFAMP_CACHE=off`.
+    The choice is kept in the user's cache: the next start of the program uses it without a run,
+    and the report says so. It is measured again for another graph, version, machine or
+    argument, for op lists or calibration data of your own, and with the environment variable
+    `TFAMP_CACHE=off`.
 
     Args:
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
-            Python function, which is run as a `tf.function`. Or what `tfamp.rewrite` returned: then
-            its arguments, such as `keep_float32` and `op_lists`, hold for all candidates.
-        *args: The arguments of a call, with values. For keyword arguments tune a function of your
-            own, such as `lambda x: fn(x, training=True)`.
+            Python function, which is run as a `tf.function`. Or what `tfamp.rewrite` returned:
+            then its arguments, such as `keep_float32` and `op_lists`, hold for all candidates.
+        *args: The arguments of a call, with values. For keyword arguments tune a function of
+            your own, such as `lambda x: fn(x, training=True)`.
         dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively,
             bfloat16 without one.
         candidates: Names of placements of `tfamp.rewrite`; "float32" is added if it is missing.
             "fused" is left out without ops for XLA to compile, or without XLA.
-        max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
-            `TuneRow.error`. With None results must only be finite where float32's are.
+        max_error: Largest error of the outputs against float32's for a candidate to be chosen;
+            see `TuneRow.error`. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
-        seconds: After so many no round begins, except the first, and the second where float32 may
-            be the fastest. A candidate is dropped if its trace and first call take this much longer
-            than float32's.
+        seconds: After so many no round begins, except the first, and the second where float32
+            may be the fastest. A candidate is dropped if its trace and first call take this
+            much longer than float32's.
 
     Returns:
         The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or the function uses an object whose state
-            cannot be restored, such as an iterator or a lookup table that it writes to; the message
-            says what to do.
+            cannot be restored, such as an iterator or a lookup table that it writes to; the
+            message says what to do.
         RewriteError: The graph cannot be rewritten.
 
     Example:
         >>> import tensorflow as tf, tfamp
         >>> weights = tf.Variable(tf.ones((64, 64)))
-        >>> report = tfamp.tune(lambda x: x @ weights, tf.ones((8, 64)), dtype="bfloat16", rounds=3)
+        >>> def fn(x):
+        ...     return x @ weights
+        >>> report = tfamp.tune(fn, tf.ones((8, 64)), dtype="bfloat16", rounds=3)
         >>> [row.candidate for row in report.rows][:3], sum(row.chosen for row in report.rows)
         (['float32', 'lists', 'min_cut'], 1)
         >>> report.best(tf.ones((8, 64))).dtype
@@ -165,16 +170,16 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
 
 def compare_candidates(
     candidates: Sequence[Candidate],
-    args: Sequence[Any],
+    args: Sequence[Nest],
     *,
     name: str,
     dtype: str,
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
-    kept: Any = (),
+    kept: object = (),
     program: str = "",
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], object] = lambda: None,
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
 
@@ -196,7 +201,7 @@ def compare_candidates(
     return TuneReport(name, dtype, max_error=limits.max_error, best=best, **choice._asdict())
 
 
-def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Any]:
+def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Function]:
     """The choice among candidates, kept or measured now, and the function to use."""
     with function_state.kept_random_states() as restore_randoms:
         begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
@@ -233,10 +238,10 @@ class _Subject:
     """
 
     candidates: Sequence[Candidate]
-    args: Sequence[Any]
+    args: Sequence[Nest]
     program: str
-    kept: Any
-    before: Callable[[], Any]
+    kept: object
+    before: Callable[[], object]
 
     def traced_once(self) -> contextlib.AbstractContextManager[None]:
         """A context in which all candidates share one trace."""
@@ -264,10 +269,11 @@ class _Subject:
         if not program:
             trace = self.candidates[0].function.get_concrete_function(*self.args)
             program = fingerprint(trace.graph.as_graph_def(add_shapes=True))
-        return choice_file(program, {"candidates": settings, "limits": limits, "kept": self.kept})
+        arguments = {"candidates": settings, "limits": limits, "kept": self.kept}
+        return choice_file(program, arguments)
 
 
-def _check_have_values(name: str, args: Sequence[Any]) -> None:
+def _check_have_values(name: str, args: Sequence[Nest]) -> None:
     for leaf in tf.nest.flatten(list(args)):
         if isinstance(leaf, tf.TypeSpec | keras.KerasTensor):
             raise TypeError(

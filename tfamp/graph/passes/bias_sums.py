@@ -1,16 +1,15 @@
 """Replaces low gradients of biases with sums that accumulate in float32.
 
-The low kernels of BiasAddGrad lose small terms: see its row in `planning.kernels`. In float32 the
-op would need a Cast of the whole upstream gradient. Where Sum is exact, it adds up the same rows
-and rounds once, so that `planning.inexact_kernels` lets the op be low.
+The low kernels of BiasAddGrad lose small terms: see its row in `planning.kernels`. In float32
+the op would need a Cast of the whole upstream gradient. Where Sum is exact, it adds up the same
+rows and rounds once, so that `planning.inexact_kernels` lets the op be low.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import attribute_text
@@ -39,7 +38,8 @@ def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
             body.become(node, _SUM, inputs, T=dtype, Tidx=tf.int32, keep_dims=False)
 
 
-def _call(body: Body, node: Any) -> OpCall:
+def _call(body: Body, node: NodeDef) -> OpCall:
     sizes = (body.dims(node.input[0]), body.dims(body.tensor(node)))
-    taken, made = (tuple(None if d < 0 else d for d in each) or None for each in sizes)
-    return OpCall(_GRADIENT, [taken], made, {"data_format": attribute_text(node, "data_format")})
+    taken, made = (tuple(None if dim < 0 else dim for dim in dims) or None for dims in sizes)
+    attrs = {"data_format": attribute_text(node, "data_format")}
+    return OpCall(_GRADIENT, [taken], made, attrs)

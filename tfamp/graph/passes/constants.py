@@ -1,23 +1,24 @@
 """Stores constants in the dtype to which they are cast.
 
-w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the value
-is cast when the graph is written, not each time it runs, and the constant takes half the bytes.
-w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul) before that.
+w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the
+value is cast when the graph is written, not each time it runs, and the constant takes half the
+bytes. w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul)
+before that.
 
 In any rewritten graph the constants that Selects choose stay finite. In softmax(where(mask,
-logits, -2e38)) a fully masked row has equal weights in float32; cast to float16, the constant is
--inf and the row NaN.
+logits, -2e38)) a fully masked row has equal weights in float32; cast to float16, the constant
+is -inf and the row NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.index import largest_finite
@@ -32,8 +33,8 @@ from tfamp.planning.structures import RewritePlan, node_name, reach
 def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
-    Only for ops that select or compare: in arithmetic infinity is a visible error, and a clipped
-    value a silent one.
+    Only for ops that select or compare: in arithmetic infinity is a visible error, and a
+    clipped value a silent one.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
@@ -55,8 +56,9 @@ def fold_casts(graph: Graph) -> frozenset[tuple[str, str]]:
 
     A constant that is used in float32 as well keeps its Casts: two copies of it would take more
     bytes than one. So does one that is used from outside, among the kept tensors or nodes. A
-    value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of constants
-    that enter loops are hoisted out of them first, where the loop does nothing else with them.
+    value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of
+    constants that enter loops are hoisted out of them first, where the loop does nothing else
+    with them.
 
     Returns:
         The Casts that are gone as (function, name); the function is "" for the graph itself.
@@ -91,7 +93,7 @@ def _fold_body(body: Body) -> list[str]:
         if constant.attr["dtype"].type != FLOAT32_TYPE:
             continue
         passing = reach([str(constant.name)], identities)
-        users = [body.by_name[user] for each in passing for user in body.consumers[each]]
+        users = [body.by_name[user] for name in passing for user in body.consumers[name]]
         casts = sorted((n for n in users if n.op == "Cast"), key=lambda n: n.name)
         if casts and kept.isdisjoint(passing) and all(map(_only_casts, users)):
             _store(body, constant, casts)
@@ -102,21 +104,23 @@ def _fold_body(body: Body) -> list[str]:
     return gone
 
 
-def _only_casts(node: Any) -> bool:
+def _only_casts(node: NodeDef) -> bool:
     """Whether a node only passes a constant on or casts it to a low dtype."""
     casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
     alone = len(node.input) == 1 == len(tensor_inputs(node))
     return alone and (casts or node.op == "Identity")
 
 
-def _store(body: Body, constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
+def _store(
+    body: Body, constant: NodeDef, casts: Iterable[NodeDef], limit: float = math.inf
+) -> None:
     """Replaces the first Cast to each dtype with a constant, and the others with copies of it.
 
     Finite values are clipped to `limit`.
     """
-    stored: dict[int, Any] = {}
-    given = constant.attr["value"].tensor
-    values = tf.make_ndarray(given)
+    stored: dict[int, NodeDef] = {}
+    proto = constant.attr["value"].tensor
+    values = tf.make_ndarray(proto)
     clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
     for node in casts:
         low = int(node.attr["DstT"].type)
@@ -128,7 +132,7 @@ def _store(body: Body, constant: Any, casts: Iterable[Any], limit: float = math.
             content = clipped.astype(tf.as_dtype(low).as_numpy_dtype)
         value = tf.compat.v1.AttrValue()
         value.tensor.dtype = low
-        value.tensor.tensor_shape.CopyFrom(given.tensor_shape)
+        value.tensor.tensor_shape.CopyFrom(proto.tensor_shape)
         # Not make_tensor_proto's half_val, which takes up to four bytes for a number of two.
         value.tensor.tensor_content = content.tobytes()
         node.device = constant.device
@@ -140,7 +144,7 @@ def _store(body: Body, constant: Any, casts: Iterable[Any], limit: float = math.
 
 def _cast_before_loops(graph: Graph) -> Iterator[tuple[str, str]]:
     """Hoists Casts of invariant float32 arguments out of loops; yields the removed ones."""
-    for loop in graph.own_loops():
+    for loop in graph.changeable_loops():
         for i, (argument, _) in enumerate(loop.variables):
             if argument.type != FLOAT32_TYPE or any(
                 _uses(graph.main, node, i) for node in loop.nodes
@@ -152,14 +156,14 @@ def _cast_before_loops(graph: Graph) -> Iterator[tuple[str, str]]:
                 _cast_before(loop, i, users, int(casts[0].attr["DstT"].type))
 
 
-def _uses(graph: Body, loop: Any, i: int) -> bool:
+def _uses(graph: Body, loop: NodeDef, i: int) -> bool:
     """Whether a result of a loop has consumers."""
     outputs = {graph.tensor(loop, i), f"{loop.name}:{i}"}
     users = (graph.by_name[user] for user in graph.consumers[loop.name])
     return loop.name in graph.kept or any(not outputs.isdisjoint(user.input) for user in users)
 
 
-def _casting_users(loop: Loop, i: int) -> list[Any]:
+def _casting_users(loop: Loop, i: int) -> list[NodeDef]:
     """The consumers of an invariant argument of a body, if they only cast it to one dtype."""
     body, (argument, result) = loop.body, loop.variables[i]
     same = set(loop.copies(argument.name))
@@ -171,7 +175,7 @@ def _casting_users(loop: Loop, i: int) -> list[Any]:
     return users if unchanged and len(dtypes) == 1 and all(map(_only_casts, users)) else []
 
 
-def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
+def _cast_before(loop: Loop, i: int, users: Iterable[NodeDef], low: int) -> None:
     """Converts a variable of a loop to a low dtype."""
     dtype, graph = tf.as_dtype(low), loop.graph
     for node in users:

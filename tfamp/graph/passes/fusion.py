@@ -1,20 +1,22 @@
 """Fuses elementwise arithmetic between products and convolutions into functions for XLA.
 
-TensorFlow's kernels take a pass over memory for each op; XLA fuses many ops into one pass. Products
-and convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XLA's.
+TensorFlow's kernels take a pass over memory for each op; XLA fuses many ops into one pass.
+Products and convolutions stay: on CPUs oneDNN's kernels for low precision are faster than
+XLA's.
 
 A group must not contain both an ancestor and a descendant of a product: the call would wait for
-itself. So every node has a depth, the largest number of times that a path to it enters or leaves
-fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and returns.
-A node that only one later group uses belongs to that group, so that its result is not stored.
+itself. So every node has a depth, the largest number of times that a path to it enters or
+leaves fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and
+returns. A node that only one later group uses belongs to that group, so that its result is not
+stored.
 
 Identical groups, as of repeated layers, call one function, which is compiled once.
 
-Inside a function all arithmetic is float32: XLA on CPUs would round low arithmetic after every op,
-which takes longer than the op. Results are rounded when they are stored. If a function stores a
-float16 tensor and also uses it, it uses the unrounded values, but infinity where the stored value
-overflows, so that every consumer sees the overflow. Nodes that depend on rounding stay outside: a
-Cast that is cast back at once, and comparisons of two tensors.
+Inside a function all arithmetic is float32: XLA on CPUs would round low arithmetic after every
+op, which takes longer than the op. Results are rounded when they are stored. If a function
+stores a float16 tensor and also uses it, it uses the unrounded values, but infinity where the
+stored value overflows, so that every consumer sees the overflow. Nodes that depend on rounding
+stay outside: a Cast that is cast back at once, and comparisons of two tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.kinds import FunctionDef, NodeDef, Tensor
+from tfamp.core.kinds import ArgDef, FunctionDef, NodeDef, Tensor
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute, control_inputs_of, tensor_inputs
@@ -37,8 +39,8 @@ from tfamp.graph.ops import FLOAT32_TYPE, FLOAT_TYPES, LOW_TYPES, OpSignature
 from tfamp.planning import structures
 from tfamp.planning.options import RewriteOptions
 
-# Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do not
-# propagate NaN.
+# Arithmetic with floats: each op is a pass over memory. Not Max and Min: XLA's CPU kernels do
+# not propagate NaN.
 _COMPUTES = structures.op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
     Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
@@ -49,16 +51,20 @@ _COMPUTES = structures.op_types("""
 """)
 # Ops that only change the shape, which takes no time.
 _RESHAPES = structures.op_types("ExpandDims Reshape Squeeze")
-# Comparisons of two tensors may depend on rounding: a largest value equals its element only if both
-# are rounded. Comparisons with a constant do not.
+# Comparisons of two tensors may depend on rounding: a largest value equals its element only if
+# both are rounded. Comparisons with a constant do not.
 _COMPARES = structures.op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
 # Ops that move values: they do not make a group pay, but may join one.
 _MOVES = _RESHAPES | structures.op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
 """)
 # Ops with results that are known when a function is compiled if their inputs are.
-_KNOWN_IF_INPUTS_ARE = structures.op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
+_KNOWN_IF_INPUTS_ARE = structures.op_types("""
+    BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice
+""")
 _COMPUTED_IN = ("T", "SrcT", "DstT")  # Attributes with the dtype of the arithmetic.
+# Elements of a constant whose value counts as known: shapes, axes and paddings have fewer, and a
+# weight does not become part of the compiled program. A choice.
 _MOST_KNOWN = 64
 # With fewer ops, or smaller tensors, the overhead of a call exceeds its gain.
 _LEAST = 4
@@ -67,9 +73,11 @@ _LEAST_ELEMENTS = 1 << 14
 _CHEAP = (_COMPUTES | _RESHAPES) - structures.op_types("""
     AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
+# Bounds the ops that are recomputed for a tensor, and the search for a tensor to read instead: a
+# choice, above which reading what was stored takes less time.
 _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
-# The time to store a tensor of so many times fewer elements is negligible.
+# The time to store a tensor of so many times fewer elements is negligible: a choice.
 _SMALL = 16
 _COMPILED = "_XlaMustCompile"
 _FLOAT16_OVERFLOWS_AT = 65520.0  # Halfway from its largest number to the next: ties go to even.
@@ -87,8 +95,9 @@ def run(graph: Graph, options: RewriteOptions, plan: structures.RewritePlan) -> 
 def fuse(graph: Graph, least: int = _LEAST) -> int:
     """Replaces groups of fusible nodes with calls of compiled functions, in place.
 
-    Functions, such as bodies of loops, stay as they are, and so does a graph with control flow of
-    TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large tensors.
+    Functions, such as bodies of loops, stay as they are, and so does a graph with control flow
+    of TensorFlow 1. Returns the number of calls; each group has at least `least` ops on large
+    tensors.
     """
     if graph.main.has_old_control_flow:
         return 0
@@ -150,9 +159,9 @@ class _Flow:
         for name in ordered:
             if self._is_known(nodes[name], taken[name]):
                 self.known.add(name)
+        computed = nodes.keys() - self.known
         self.inputs = {
-            name: [source for source in taken[name] if source in nodes and source not in self.known]
-            for name in ordered
+            name: [source for source in taken[name] if source in computed] for name in ordered
         }
         self.devices = {
             name: str(nodes[name].device) for name in ordered if self._is_fusible(nodes[name])
@@ -174,10 +183,11 @@ class _Flow:
         return math.prod(dim.size for dim in dims) <= _MOST_KNOWN
 
     def _is_fusible(self, node: NodeDef) -> bool:
-        """Whether a node moves values, or computes with floats only, which XLA always supports."""
+        """Whether a node moves values, or computes with floats only: XLA supports these."""
         if node.name in self.known or self._is_rounding(node):
             return False
-        if node.op in _COMPARES and self.known.isdisjoint(map(structures.node_name, node.input)):
+        sources = map(structures.node_name, node.input)
+        if node.op in _COMPARES and self.known.isdisjoint(sources):
             return False
         dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
         computes = node.op in _COMPUTES and bool(dtypes) and dtypes <= FLOAT_TYPES
@@ -188,7 +198,8 @@ class _Flow:
         if node.op != "Cast" or node.attr["DstT"].type not in LOW_TYPES:
             return False
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
-        return any(user.op == "Cast" and user.attr["DstT"].type == FLOAT32_TYPE for user in users)
+        casts = (user for user in users if user.op == "Cast")
+        return any(cast.attr["DstT"].type == FLOAT32_TYPE for cast in casts)
 
     def groups(self) -> Iterator[list[str]]:
         """Groups of nodes that can be one call, each in topological order."""
@@ -214,9 +225,10 @@ class _Flow:
         depths: dict[str, int] = {}
         for name in self.places:
             here = self.devices.get(name)
-            depths[name] = max(
-                (depths[i] + (here != self.devices.get(i)) for i in self.inputs[name]), default=0
+            ways = (
+                depths[source] + (here != self.devices.get(source)) for source in self.inputs[name]
             )
+            depths[name] = max(ways, default=0)
         users = defaultdict[str, set[tuple[str | None, int]]](set)
         for name in reversed(self.places):
             here = self.devices.get(name)
@@ -228,7 +240,7 @@ class _Flow:
         return depths
 
     def pays(self, group: Sequence[str], least: int) -> bool:
-        """Whether a call is faster than the ops of a group: `least` of them on large tensors."""
+        """Whether a call is faster than a group's ops: `least` of them on large tensors."""
         nodes = (self.graph.by_name[name] for name in group)
         computing = (node for node in nodes if node.op in _COMPUTES)
         sizes = (max(map(self.elements, (n.name, *tensor_inputs(n)))) for n in computing)
@@ -264,8 +276,9 @@ class _Groups:
     def is_used_outside(self, name: str) -> bool:
         """Whether a node of a group has consumers that do not compute it themselves."""
         graph = self.flow.graph
+        computing = self._computing[name]
         return name in graph.kept or any(
-            user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
+            user in self.staying or not self._computing.get(user, _NOWHERE) <= computing
             for user in graph.consumers[name]
         )
 
@@ -281,7 +294,9 @@ class _Groups:
         there = {name for name in taken if name not in self._in_a_group} | self._sources(taken)
         copies: set[str] = set()
         for name in taken:
-            more = self._computed_from(name, there | copies) if name in self._in_a_group else None
+            more = None
+            if name in self._in_a_group:
+                more = self._computed_from(name, there | copies)
             if more is None:
                 there.add(name)
             else:
@@ -299,7 +314,9 @@ class _Groups:
         for way in ways:
             farthest_first = reversed(way)
             useful = (
-                name for name in farthest_first if counts[name] > 1 or name not in self._in_a_group
+                source
+                for source in farthest_first
+                if counts[source] > 1 or source not in self._in_a_group
             )
             sources.update(itertools.islice(useful, 1))
         return sources
@@ -315,7 +332,7 @@ class _Groups:
             (name,) = large
 
     def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
-        """The cheap nodes that compute a tensor from available ones; None if it takes others."""
+        """The cheap nodes that compute a tensor from available ones; None if it needs others."""
         small = self.flow.elements(name) / _SMALL
         needed: set[str] = set()
         pending = [name]
@@ -368,18 +385,23 @@ class _Library:
         self._made: dict[bytes, str] = {}
 
     def call_attrs(self, definition: FunctionDef) -> dict[str, Any]:
-        """The attributes of a call of a function, which is added unless an identical one exists."""
+        """The attributes of a call of a function; adds it unless an identical one exists."""
         key = definition.SerializeToString(deterministic=True)
         if key not in self._made:
             self._made[key] = self._graph.add_function(definition, "fused")
         called = tf.compat.v1.AttrValue()
         called.func.name = self._made[key]
-        types = {"Tin": definition.signature.input_arg, "Tout": definition.signature.output_arg}
-        return {"f": called, **{k: [tf.as_dtype(arg.type) for arg in v] for k, v in types.items()}}
+        signature = definition.signature
+        arguments = {"Tin": signature.input_arg, "Tout": signature.output_arg}
+        types = {
+            attr: [tf.as_dtype(argument.type) for argument in listed]
+            for attr, listed in arguments.items()
+        }
+        return {"f": called, **types}
 
 
 class _Function:
-    """A function that computes the nodes of a group in float32, with names of its own.
+    """A function that computes the nodes of a group in float32, with new names.
 
     Attributes:
         arguments: The tensors of the graph that it is called with.
@@ -444,7 +466,8 @@ class _Function:
     def _overflowed(self, tensor: str) -> str:
         """Replaces values that overflow in float16 with infinity, without rounding the others.
 
-        A Cast to float16 and back would not do: XLA for GPUs removes it (`SimplifyFPConversions`).
+        A Cast to float16 and back would not do: XLA for GPUs removes it
+        (`SimplifyFPConversions`).
         """
         limit, infinity = map(self._constant, (_FLOAT16_OVERFLOWS_AT, math.inf))
         size = self._op("Abs", [tensor], T=tf.float32)
@@ -492,7 +515,11 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
 
 
-def _dtypes(node: NodeDef, signature: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
+def _dtypes(
+    node: NodeDef,
+    signature: OpSignature,
+    arguments: Iterable[ArgDef],
+) -> list[tf.DType]:
     """The dtype of each input or output of a node."""
     dtypes: list[tf.DType] = []
     for argument in arguments:
@@ -502,8 +529,8 @@ def _dtypes(node: NodeDef, signature: OpSignature, arguments: Iterable[Any]) -> 
     return dtypes
 
 
-# XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over all
-# classes, and recomputes every exponential for the gradient and for each sum of it.
+# XLA's own cross entropy makes a dense tensor of the labels, computes the loss in a pass over
+# all classes, and recomputes every exponential for the gradient and for each sum of it.
 
 
 @functools.cache

@@ -1,15 +1,15 @@
 """Hoists reads of weights out of the loops of a training step.
 
 w -> While(body: w -> ReadVariableOp -> Cast -> MatMul) becomes w -> ReadVariableOp ->
-While(body: MatMul), where the Cast is hoisted too: an LSTM casts its weights once a step, not once
-a token.
+While(body: MatMul), where the Cast is hoisted too: an LSTM casts its weights once a step, not
+once a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
+from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.loops import Loop
@@ -22,14 +22,15 @@ from tfamp.planning.structures import LOOPS, node_name, reach
 def run(graph: Graph, options: RewriteOptions) -> None:
     """Hoists reads of float32 variables out of the loops of a training step, in place.
 
-    Only reads of variables that the graph later writes with values that depend on the loop: then no
-    other graph needs gradients by them. Elsewhere, such as in a step that clips its weights before
-    it uses them, a loop's invariants stay float32, as their gradients, which would get the same
-    dtype, add up over the iterations. Loops in functions and fetched ones stay.
+    Only reads of variables that the graph later writes with values that depend on the loop:
+    then no other graph needs gradients by them. Elsewhere, such as in a step that clips its
+    weights before it uses them, a loop's invariants stay float32, as their gradients, which
+    would get the same dtype, add up over the iterations. Loops in functions and fetched ones
+    stay.
 
     Adds the new arguments of the loops' functions to `graph.weights`.
     """
-    for loop in graph.own_loops():
+    for loop in graph.changeable_loops():
         if loop.is_single and not _writes(graph, loop.node):
             reads = list(_invariant_reads(loop))
             written = _written_behind(graph, loop, {handle for _, handle in reads})
@@ -39,7 +40,7 @@ def run(graph: Graph, options: RewriteOptions) -> None:
                     graph.weights.add((loop.body.scope, name))
 
 
-def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
+def _invariant_reads(loop: Loop) -> Iterator[tuple[NodeDef, str]]:
     """The reads of float32 variables in the body of a loop, with their handles in the graph."""
     # A loop may carry handles, and exchange them.
     same = {
@@ -53,7 +54,7 @@ def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
             yield node, handles[0]
 
 
-def _writes(graph: Graph, node: Any) -> bool:
+def _writes(graph: Graph, node: NodeDef) -> bool:
     """Whether a node, or a function that it runs, may write variables."""
     inside = (op for body in graph.reached(called_by(node)) for op in body.by_op)
     return any(writes_variable(op) or op in PYTHON for op in (node.op, *inside))
@@ -63,7 +64,11 @@ def _written_behind(graph: Graph, loop: Loop, handles: set[str]) -> set[str]:
     """Selects the handles that are written with values that depend on a loop."""
     main = graph.main
     behind = _behind(main, loop.node.name) if handles else ()
-    users = ((each, main.by_name[u]) for each in handles for u in main.consumers[node_name(each)])
+    users = (
+        (handle, main.by_name[user])
+        for handle in handles
+        for user in main.consumers[node_name(handle)]
+    )
     return {
         handle
         for handle, user in users
@@ -87,8 +92,8 @@ def _behind(main: Body, start: str) -> Collection[str]:
     return reach([start], users)
 
 
-def _hoist(loop: Loop, read: Any, handle: str) -> str:
-    """Reads a variable before a loop; returns the argument that passes the value to the loop."""
+def _hoist(loop: Loop, read: NodeDef, handle: str) -> str:
+    """Reads a variable before a loop; returns the argument that passes it to the loop."""
     node, body = loop.node, loop.body
     attrs = {name: read.attr[name] for name in ("dtype", SHAPES) if name in read.attr}
     inputs = [handle, *control_inputs_of(node)]

@@ -1,19 +1,19 @@
 """Replaces sums over the iterations of a loop with one op behind the loop.
 
-The gradient of a weight that a loop uses is a sum of products, one an iteration, each with as many
-rows as the batch: an iteration reads and writes matrices as large as the weight. One product of the
-rows of all iterations is equal, and accumulates in float32 in every dtype; the loop stores the rows
-in TensorLists. The same holds for the gradient of a bias.
+The gradient of a weight that a loop uses is a sum of products, one an iteration, each with as
+many rows as the batch: an iteration reads and writes matrices as large as the weight. One
+product of the rows of all iterations is equal, and accumulates in float32 in every dtype; the
+loop stores the rows in TensorLists. The same holds for the gradient of a bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.loops import Loop
@@ -44,9 +44,9 @@ class _Sum:
     """
 
     variable: int
-    term: Any
-    total: Any
-    copies: Sequence[Any]
+    term: NodeDef
+    total: NodeDef
+    copies: Sequence[NodeDef]
     dims: Sequence[Sequence[int]]
 
     @property
@@ -54,7 +54,7 @@ class _Sum:
         """Whether the rows of an iteration take less memory than the sum."""
         if self.term.op != _PRODUCT:
             return False
-        known = ([None if dim < 0 else dim for dim in each] for each in self.dims)
+        known = ([None if dim < 0 else dim for dim in dims] for dims in self.dims)
         (rows, first), (_, second) = map(counted_shape, known)
         return bool(rows * (first + second) < first * second)
 
@@ -62,19 +62,19 @@ class _Sum:
 def run(graph: Graph, options: RewriteOptions) -> None:
     """Hoists sums of products of rows out of the loops of gradients, in place.
 
-    Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of an
-    iteration take less memory than the sum. A loop belongs to a gradient if every iteration pops
-    from a list that an earlier loop pushed to: the size of that list bounds the number of rows,
-    which XLA requires. Loops in functions and fetched ones stay.
+    Only if nothing else in the loop uses the sum, ranks and widths are known, and the rows of
+    an iteration take less memory than the sum. A loop belongs to a gradient if every iteration
+    pops from a list that an earlier loop pushed to: the size of that list bounds the number of
+    rows, which XLA requires. Loops in functions and fetched ones stay.
     """
-    loops = {loop.node.name: loop for loop in graph.own_loops()}
+    loops = {loop.node.name: loop for loop in graph.changeable_loops()}
     for loop in loops.values():
         length = _most_rounds(loop, loops) if loop.is_single else None
         sums = list(_sums(loop)) if length else []
-        rows = {tensor for each in sums if each.pays for tensor in each.term.input}
+        rows = {tensor for total in sums if total.pays for tensor in total.term.input}
         if length and rows:
             # Other sums are hoisted too if they only need rows that are stored anyway.
-            sums = [each for each in sums if rows.issuperset(each.term.input)]
+            sums = [total for total in sums if rows.issuperset(total.term.input)]
             _add_up_behind(loop, sums, length)
 
 
@@ -128,16 +128,16 @@ def _sums(loop: Loop) -> Iterator[_Sum]:
         total = body.by_name.get(node_name(end))
         if total is None or total.op not in _ADDING or not _is_free(body, total, 2):
             continue
-        found = [_past_copies(body, name) for name in total.input]
-        others = [name for name, _ in found if name != argument.name]
+        terms = [_past_copies(body, name) for name in total.input]
+        others = [name for name, _ in terms if name != argument.name]
         term = body.by_name.get(node_name(others[0])) if len(others) == 1 else None
         dims = [] if term is None else _row_dims(body, term)
         if dims:
-            copies += [node for _, passed in found for node in passed]
+            copies += [node for _, passed in terms for node in passed]
             yield _Sum(i, term, total, copies, dims)
 
 
-def _past_copies(body: Body, tensor: str) -> tuple[str, list[Any]]:
+def _past_copies(body: Body, tensor: str) -> tuple[str, list[NodeDef]]:
     """The origin of a tensor past Identities with no other consumers, and these Identities."""
     copies = []
     while (node := body.by_name.get(node_name(tensor))) is not None and node.op == "Identity":
@@ -148,12 +148,13 @@ def _past_copies(body: Body, tensor: str) -> tuple[str, list[Any]]:
     return tensor, copies
 
 
-def _is_free(body: Body, node: Any, inputs: int) -> bool:
+def _is_free(body: Body, node: NodeDef, inputs: int) -> bool:
     """Whether a node has one consumer, so many inputs, and no control inputs."""
-    return body.uses(node.name) == 1 and len(node.input) == inputs and not control_inputs_of(node)
+    has_control = bool(control_inputs_of(node))
+    return body.uses(node.name) == 1 and len(node.input) == inputs and not has_control
 
 
-def _row_dims(body: Body, term: Any) -> list[list[int]]:
+def _row_dims(body: Body, term: NodeDef) -> list[list[int]]:
     """The dimensions of a node's inputs, if it reduces rows and they are known; else []."""
     is_product = term.op == _PRODUCT
     transposed = attribute(term, "transpose_a").b and not attribute(term, "transpose_b").b
@@ -163,7 +164,8 @@ def _row_dims(body: Body, term: Any) -> list[list[int]]:
     if attribute(term, "T").type != FLOAT32_TYPE:
         return []
     dims = list(map(body.dims, term.input))
-    return dims if all(len(each) == 2 and each[1] >= 1 for each in dims) else []
+    known = all(len(matrix) == 2 and matrix[1] >= 1 for matrix in dims)
+    return dims if known else []
 
 
 # ---- One op behind the loop ----------------------------------------------------------------------
@@ -173,30 +175,31 @@ def _add_up_behind(loop: Loop, sums: Sequence[_Sum], length: str) -> None:
     """Moves sums behind a loop, which stores their rows; the variables become invariant."""
     graph, node, body = loop.graph, loop.node, loop.body
     rows: dict[str, str] = {}
-    for each in sums:
-        for tensor, dims in zip(each.term.input, each.dims, strict=True):
+    for moved in sums:
+        for tensor, dims in zip(moved.term.input, moved.dims, strict=True):
             if tensor not in rows:
                 rows[tensor] = _keep_rows(loop, tensor, dims, length)
-        term = _copy(loop, each.term, [rows[tensor] for tensor in each.term.input])
-        total = _copy(loop, each.total, [node.input[each.variable], term])
-        outputs = {graph.tensor(node, each.variable), f"{node.name}:{each.variable}"}
+        term = _copy(loop, moved.term, [rows[tensor] for tensor in moved.term.input])
+        total = _copy(loop, moved.total, [node.input[moved.variable], term])
+        outputs = {graph.tensor(node, moved.variable), f"{node.name}:{moved.variable}"}
         graph.rewire(dict.fromkeys(outputs, total))
-        argument, result = loop.variables[each.variable]
+        argument, result = loop.variables[moved.variable]
         body.returned[result.name] = argument.name
-    body.drop({n.name for each in sums for n in (each.term, each.total, *each.copies)})
+    body.drop({n.name for moved in sums for n in (moved.term, moved.total, *moved.copies)})
 
 
 def _keep_rows(loop: Loop, tensor: str, dims: Sequence[int], length: str) -> str:
     """Stores a tensor of each iteration in a list; returns the concatenation of all."""
     graph, body, device = loop.graph, loop.body, loop.node.device
-    own = f"{node_name(tensor)}/rows"
-    wanted = f"{loop.node.name}/{own}"
+    inside = f"{node_name(tensor)}/rows"
+    wanted = f"{loop.node.name}/{inside}"
     shape = graph.constant(f"{wanted}/shape", dims, device)
-    start = graph.add(f"{wanted}/list", "EmptyTensorList", [shape, length], (), device, **_LISTS)
+    made_of = [shape, length]
+    start = graph.add(f"{wanted}/list", "EmptyTensorList", made_of, (), device, **_LISTS)
     place = loop.new_place
-    name = loop.add_variable(start, _VARIANT, own)
+    name = loop.add_variable(start, _VARIANT, inside)
     body.returned[name] = body.add(
-        f"{own}/push", "TensorListPushBack", [name, tensor], (), element_dtype=tf.float32
+        f"{inside}/push", "TensorListPushBack", [name, tensor], (), element_dtype=tf.float32
     )
     lengths = graph.constant(f"{wanted}/lengths", [], device, tf.int64)
     inputs = [graph.tensor(loop.node, place), shape, lengths]
@@ -205,7 +208,7 @@ def _keep_rows(loop: Loop, tensor: str, dims: Sequence[int], length: str) -> str
     return rows
 
 
-def _copy(loop: Loop, node: Any, inputs: Sequence[str]) -> str:
+def _copy(loop: Loop, node: NodeDef, inputs: Sequence[str]) -> str:
     """Copies a node of the body behind the loop."""
     # Without colocation constraints with nodes of the body.
     attrs = {name: value for name, value in node.attr.items() if name != "_class"}
