@@ -30,7 +30,7 @@ ROWS = {
 TESTS = [
     "tests/test_public_api.py",
     "tests/test_policy.py",
-    "tests/layers/test_policy_state.py",
+    "tests/layers/test_policy_in_force.py",
     "tests/core/test_loss_scale.py",
     "tests/test_optimizer.py",
     "tests/test_optimizer_saving.py",

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tfamp.core.options import GradClip as GradClip
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
-    from tfamp.layers.policy_state import global_policy as global_policy
-    from tfamp.layers.policy_state import policy_scope as policy_scope
-    from tfamp.layers.policy_state import set_global_policy as set_global_policy
+    from tfamp.layers.policy_in_force import global_policy as global_policy
+    from tfamp.layers.policy_in_force import policy_scope as policy_scope
+    from tfamp.layers.policy_in_force import set_global_policy as set_global_policy
     from tfamp.levels.layer_policies import set_layer_dtype as set_layer_dtype
     from tfamp.levels.precision_config import PrecisionConfig as PrecisionConfig
     from tfamp.levels.preparation import precision_settings as precision_settings
@@ -83,7 +83,7 @@ _names, __getattr__, __dir__ = lazy_names(
         ".gradient_accumulator": ("GradientAccumulator",),
         ".graph": ("graph",),
         ".graph.op_lists": ("OpLists",),
-        ".layers.policy_state": ("global_policy", "policy_scope", "set_global_policy"),
+        ".layers.policy_in_force": ("global_policy", "policy_scope", "set_global_policy"),
         ".levels.layer_policies": ("set_layer_dtype",),
         ".levels.precision_config": ("PrecisionConfig",),
         ".levels.preparation": ("precision_settings", "prepare"),

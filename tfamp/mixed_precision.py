@@ -8,8 +8,8 @@ Example:
     'float16'
 """
 
-from tfamp.layers.policy_state import global_policy as global_policy
-from tfamp.layers.policy_state import set_global_policy as set_global_policy
+from tfamp.layers.policy_in_force import global_policy as global_policy
+from tfamp.layers.policy_in_force import set_global_policy as set_global_policy
 from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
 from tfamp.policy import Policy as Policy
 

@@ -1,6 +1,6 @@
 """The precision policy as a value: compute, variable and output dtypes. Framework-free.
 
-`layers.policy_state` puts a policy in force; `low_dtype` resolves a `dtype` argument.
+`layers.policy_in_force` puts a policy in force; `low_dtype` resolves a `dtype` argument.
 """
 
 from __future__ import annotations

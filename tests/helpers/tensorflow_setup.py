@@ -40,7 +40,7 @@ def _isolated():
     """Starts every test from the same seeds, and undoes what it set for the whole process."""
     keras.utils.set_random_seed(0)
     yield
-    if "tfamp.layers.policy_state" in sys.modules:
+    if "tfamp.layers.policy_in_force" in sys.modules:
         tfamp.set_global_policy("float32")
     # Layer names count from zero again, and Keras's own global policy is back at float32.
     keras.utils.clear_session(free_memory=False)

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.interop.patching import SYMBOLS, locate
 from tfamp.torch_style.context import hooks
-from tfamp.torch_style.state import current_modes
+from tfamp.torch_style.modes import current_modes
 
 OTHERS = {
     "layer_init", "layer_call", "functional_init", "variable_init", "batch_normalization",

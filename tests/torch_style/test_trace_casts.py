@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
-from tfamp.torch_style.state import current_modes
+from tfamp.torch_style.modes import current_modes
 
 DTYPES = ["float16", "bfloat16"]
 X = np.random.default_rng(0).uniform(-1, 1, (4, 4)).astype("float32")

@@ -22,7 +22,7 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here, wrap_method
 from tfamp.layers.layer_dtypes import float_policy, is_plain
-from tfamp.layers.policy_state import policy_scope
+from tfamp.layers.policy_in_force import policy_scope
 from tfamp.levels.model_structure import is_graph, path_of
 from tfamp.policy import prepares_data
 

@@ -39,7 +39,7 @@ from tfamp.rewriting.custom_gradients import (
     note_dtypes,
 )
 from tfamp.rewriting.traced_function import FlatCall, PythonFunction, TracedFunction
-from tfamp.torch_style.state import current_modes
+from tfamp.torch_style.modes import current_modes
 
 _NUMBERS = itertools.count(1)
 # Attributes dropped on import. Shapes are inferred again; colocation may refer to a fed node.

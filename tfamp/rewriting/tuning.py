@@ -50,7 +50,7 @@ from tfamp.rewriting.measured_runs import (
 from tfamp.rewriting.pipeline import traced_once
 from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneReport
-from tfamp.torch_style.state import current_modes
+from tfamp.torch_style.modes import current_modes
 
 # The candidates of `tune` unless others are given.
 CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)

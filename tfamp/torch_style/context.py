@@ -35,7 +35,7 @@ from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.op_calls import as_tensor, plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
-from tfamp.torch_style import state
+from tfamp.torch_style import modes
 from tfamp.torch_style.dtype_checks import (
     Original,
     array_method,
@@ -48,7 +48,7 @@ from tfamp.torch_style.dtype_checks import (
     sparse_matmul,
     stacked,
 )
-from tfamp.torch_style.state import EDITABLE, Block, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style.modes import EDITABLE, Block, Mode, current_modes, dtype_name, recast
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _EXPLICIT = "_tfamp_explicit_cast"
@@ -145,7 +145,7 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> No
     dtypes = {dtype_name(member) for member in members}
     if len(dtypes) > 1:
         # TensorFlow converts arrays and numbers to the dtype of a tensor among them.
-        tensors = [member for member in members if not isinstance(member, state.ARRAYS)]
+        tensors = [member for member in members if not isinstance(member, modes.ARRAYS)]
         dtypes = {dtype_name(tensor) for tensor in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
         return
@@ -191,13 +191,13 @@ def _target(
     listed = mode.targets.get(op)
     if not listed:
         # An unlisted op keeps its dtype; mixed ones, which it could not run with, are promoted.
-        target = state.widest(dtypes)
+        target = modes.widest(dtypes)
     else:
         cast_by_user = (member for member in members if getattr(member, _EXPLICIT, False))
         explicit = set(map(dtype_name, cast_by_user))
-        target = state.widest(explicit) if explicit else listed
+        target = modes.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
-    if "float32" in floats and any(state.is_lost(member, low) for member in members):
+    if "float32" in floats and any(modes.is_lost(member, low) for member in members):
         return "float32"
     if target in floats:
         return target

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfamp.core.kinds import DType, Nest, Operand, Operation, Tensor
 from tfamp.interop import keras_hooks, patching
-from tfamp.torch_style import state
-from tfamp.torch_style.state import EDITABLE, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style import modes
+from tfamp.torch_style.modes import EDITABLE, Mode, current_modes, dtype_name, recast
 
 # A Python function: the one that a patch replaces, or a user's that it takes.
 Original: TypeAlias = Callable[..., Any]
@@ -30,7 +30,7 @@ def convert(
     """Converts values for library code that requests the dtype of an op's first input."""
     hint = kwargs.get("dtype_hint")
     mode = current_modes.current
-    if hint is not None and mode is not None and state.is_lost(value, hint.name):
+    if hint is not None and mode is not None and modes.is_lost(value, hint.name):
         kwargs["dtype_hint"] = tf.float32
     if mode is None:
         return original(value, dtype, *args, **kwargs)

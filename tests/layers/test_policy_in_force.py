@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras.config import dtype_policy as imported_long_ago
 
 import tfamp
-from tfamp.layers.policy_state import constructors
+from tfamp.layers.policy_in_force import constructors
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 NAMES = ["float16", "bfloat16", "float32", "float64", *MIXED]
