@@ -390,20 +390,40 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
         tf_private.registered_gradient("TfampNoSuchGradient")
 
 
-def test_an_imported_call_is_differentiated():
+def _differentiated():
+    """The gradient of a function with an imported call."""
     inner = tf.function(lambda x: x * x, experimental_attributes={"_noinline": True})
     outer = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec(()))
     graph_def = outer.graph.as_graph_def()
     nodes = [node for node in graph_def.node if "PartitionedCall" in node.op]
 
-    @tf.function
+    @tf.function(autograph=False)
     def fn(x):
         (result,) = tf.graph_util.import_graph_def(
             graph_def, {"x:0": x}, [f"{nodes[0].name}:0"], name="imported"
         )
         return tf_private.differentiate_call(result.op, [tf.constant(1.0)])
 
-    assert [float(each) for each in fn(tf.constant(3.0))] == [6.0]
+    return fn(tf.constant(3.0))
+
+
+def test_an_imported_call_is_differentiated():
+    assert [float(gradient) for gradient in _differentiated()] == [6.0]
+
+
+@pytest.mark.parametrize(
+    "symbol", ["from_structured_signature", "from_func_graph", "_get_gradient_function"]
+)
+def test_a_symbol_that_a_call_is_differentiated_by_is_named_if_it_is_missing(monkeypatch, symbol):
+    original = tf_private.foreign_symbol
+
+    def without(owner, name, library):
+        hidden = types.SimpleNamespace() if name == symbol else owner
+        return original(hidden, name, library)
+
+    monkeypatch.setattr(tf_private, "foreign_symbol", without)
+    with pytest.raises(tfamp.UnsupportedVersionError, match=f"{symbol} is not in TensorFlow"):
+        _differentiated()
 
 
 @pytest.mark.parametrize("jit", [True, None])

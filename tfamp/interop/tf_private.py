@@ -592,7 +592,7 @@ def differentiate_call(op: Op, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     name = op.get_attr("f").name
     if name not in functions:
         functions[name] = _concrete_function(op, _function_definition(op.graph, name))
-    differentiate = functions[name]._get_gradient_function()
+    differentiate = private_symbol(functions[name], "_get_gradient_function")()
     return cast("Sequence[Tensor]", differentiate(op, *gradients))
 
 
@@ -610,7 +610,7 @@ def _outermost(graph: Graph) -> Graph:
 
 def _concrete_function(op: Op, definition: FunctionDef) -> Trace:
     build = private("framework.function_def_to_graph:function_def_to_graph")
-    concrete = private("eager.polymorphic_function.concrete_function:ConcreteFunction")
+    concrete = "eager.polymorphic_function.concrete_function:ConcreteFunction"
     types = private("eager.polymorphic_function.function_type_utils:function_type_lib")
     with op.graph.as_default():
         body = build(definition)
@@ -618,16 +618,17 @@ def _concrete_function(op: Op, definition: FunctionDef) -> Trace:
     for inner in body.get_operations():
         if inner.type in ("StatelessWhile", "While"):
             copy_handle_data(inner.inputs, inner.outputs)
-    function_type = types.from_structured_signature(
+    function_type = private_symbol(types, "from_structured_signature")(
         ((), {}), body.structured_outputs, body.function_captures.capture_types
     )
     attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
-    return concrete.from_func_graph(body, function_type, attrs=attrs)
+    from_func_graph = private_symbol(private(concrete), "from_func_graph")
+    return from_func_graph(body, function_type, attrs=attrs)
 
 
 def _function_definition(graph: Graph | None, name: str) -> FunctionDef:
     while graph is not None:
-        function = graph._get_function(name)
+        function = private_symbol(graph, "_get_function")(name)
         if function is not None:
             return function.cached_definition
         graph = getattr(graph, "outer_graph", None)
