@@ -25,11 +25,11 @@ from tfamp.core.kinds import (
     DType,
     Function,
     FunctionDef,
-    Graph,
     Handle,
     Method,
     Op,
     Tensor,
+    TFGraph,
     Trace,
     Variable,
 )
@@ -548,7 +548,7 @@ def give_graphs(names: Iterable[str]) -> None:
     registered.update((name, _FunctionWithGraph(registered[name])) for name in names)
 
 
-def graph_of_function(graph: Graph, name: str) -> Graph:
+def graph_of_function(graph: TFGraph, name: str) -> TFGraph:
     """Returns the graph of a function that `give_graphs` was called for.
 
     Symbol: `Graph._functions`.
@@ -566,7 +566,7 @@ class _FunctionWithGraph:
         return getattr(self._function, name)
 
     @functools.cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> TFGraph:
         """A `FuncGraph`."""
         build = private("framework.function_def_to_graph:function_def_to_graph")
         return build(self._function.cached_definition)
@@ -599,10 +599,10 @@ def differentiate_call(op: Op, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
 # The functions of every imported graph. TensorFlow derives the names of gradient functions from
 # loop bodies: building a function twice would give two functions the same name.
 _Functions: TypeAlias = dict[str, Trace]
-_differentiable: weakref.WeakKeyDictionary[Graph, _Functions] = weakref.WeakKeyDictionary()
+_differentiable: weakref.WeakKeyDictionary[TFGraph, _Functions] = weakref.WeakKeyDictionary()
 
 
-def _outermost(graph: Graph) -> Graph:
+def _outermost(graph: TFGraph) -> TFGraph:
     while isinstance(getattr(graph, "outer_graph", None), type(graph)):
         graph = graph.outer_graph
     return graph
@@ -626,7 +626,7 @@ def _concrete_function(op: Op, definition: FunctionDef) -> Trace:
     return from_func_graph(body, function_type, attrs=attrs)
 
 
-def _function_definition(graph: Graph | None, name: str) -> FunctionDef:
+def _function_definition(graph: TFGraph | None, name: str) -> FunctionDef:
     while graph is not None:
         function = private_symbol(graph, "_get_function")(name)
         if function is not None:

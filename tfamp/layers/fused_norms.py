@@ -29,8 +29,7 @@ from tfamp.layers.assignment import assignments
 # Methods that a subclass may override without changing the arithmetic.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
 _OPS = ("FusedBatchNormV3", "FusedBatchNormGradV3")
-# Some versions of cuDNN refuse an epsilon below 1e-5. TensorFlow's public function has increased
-# smaller ones to this value, and Keras's applications use it, so it must be accepted.
+# Some versions of cuDNN refuse an epsilon below 1e-5; Keras's applications have this one.
 _LEAST_EPSILON_ON_GPUS = 1.001e-5
 
 

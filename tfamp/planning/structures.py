@@ -401,7 +401,7 @@ class RewritePlan:
 
         It has the totals, a table of the rules, one of the Casts with the largest first, and
         the nodes by function and rule, with links between nodes and Casts. It needs no script
-        and no network: write it to a file and open that in a browser, whose search finds names.
+        and no network: write it to a file and open that in a browser.
         Equal plans give equal text. `to_model_explorer` draws the graph.
 
         Returns:

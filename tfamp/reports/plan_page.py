@@ -40,9 +40,8 @@ _NAMED = re.compile(
     r"(?:(?<=\bfrom )|(?<=\bnext to )|(?<=\bgives )|(?<=\bby )|(?<=\bthrough )|(?<=\binput )"
     r"|(?<=\bconstant ))(\S+?)(?=,? |,?$)"
 )
-# Up to so many rows are shown at once. Others open on a click, when a link leads to one, and
-# when the browser's search finds something there. 500 is a choice: browsers lay out that many
-# at once without a pause.
+# Up to so many rows are shown at once, a choice. Others open on a click, and when a link leads to
+# one of them.
 _SHORT = 500
 
 

@@ -12,8 +12,8 @@ from html import escape
 
 from tfamp.core.dtypes import LOW_PRECISION
 
-# Limit of rows: long tables make a notebook slow and its file large. 200 is a choice, some ten
-# screens.
+# Limit of rows: long tables make a notebook slow and its file large. The
+# number is a choice.
 MOST_ROWS = 200
 
 _STYLE = """

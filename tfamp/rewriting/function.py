@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
-from tfamp.core.kinds import Graph, Nest, Trace
+from tfamp.core.kinds import Nest, TFGraph, Trace
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -186,7 +186,7 @@ class RewrittenFunction(SaveableFunction):
         self.written = fn
         self.settings = options
         self._traced = TracedFunction.of(fn) if traced is None else traced
-        self._plans: weakref.WeakKeyDictionary[Graph, RewritePlan] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[TFGraph, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
         # By the object that the function is a method of.
         self._bound: weakref.WeakKeyDictionary[object, RewrittenFunction]

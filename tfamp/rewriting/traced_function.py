@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.kinds import Function, Graph, Layer, Nest, Tensor, Trace
+from tfamp.core.kinds import Function, Layer, Nest, Tensor, TFGraph, Trace
 from tfamp.interop import tf_private
 from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import as_written
@@ -183,7 +183,7 @@ def _returned(result: Nest) -> Nest:
 # ---- Graphs to rewrite ---------------------------------------------------------------------------
 
 # By graph and not by thread: the replicas of a strategy trace theirs in other threads.
-_to_rewrite: weakref.WeakSet[Graph] = weakref.WeakSet()
+_to_rewrite: weakref.WeakSet[TFGraph] = weakref.WeakSet()
 
 
 def traces_for_a_rewrite() -> bool:
@@ -218,7 +218,7 @@ def _normalize(
 _fused_batch_normalization = Patch(batch_normalization=_normalize)
 
 
-def enclosing(graph: Graph) -> Iterator[Graph]:
+def enclosing(graph: TFGraph) -> Iterator[TFGraph]:
     """Yields a graph, the graph in which its function is traced, and so on outwards."""
     while graph is not None:
         yield graph

@@ -26,10 +26,10 @@ import tensorflow as tf
 from tfamp import kernel_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
-from tfamp.core.kinds import DType, Graph, Nest, Operand, Tensor, Trace, Variable
+from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
-from tfamp.graph import graph as owned_graph
+from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.op_calls import as_tensor, plain_attrs
@@ -373,7 +373,7 @@ def signature_cast(
 
 
 # Graphs that were checked; not all functions support weak references.
-_seen: weakref.WeakSet[Graph] = weakref.WeakSet()
+_seen: weakref.WeakSet[TFGraph] = weakref.WeakSet()
 
 
 def finished_graph(
@@ -397,9 +397,9 @@ def finished_graph(
     return original(function, *args, **kwargs)
 
 
-def _float32_ops(graph: Graph, mode: Mode) -> Counter[str]:
+def _float32_ops(graph: TFGraph, mode: Mode) -> Counter[str]:
     """Counts float32 ops of the low list; none if one has the low dtype, which is a choice."""
-    every_node = owned_graph.Graph(graph.as_graph_def()).nodes
+    every_node = Graph(graph.as_graph_def()).nodes
     nodes = [node for node in every_node if mode.targets.get(node.op) == mode.dtype]
     low, wide = (tf.as_dtype(dtype).as_datatype_enum for dtype in (mode.dtype, "float32"))
     types = [(node.op, node.attr["T"].type) for node in nodes if "T" in node.attr]
@@ -448,7 +448,9 @@ def branch_check(
         original(name, body_var, orelse_var)
 
 
-def branches(mode: Mode, original: Original, op_type: str, branch_graphs: Sequence[Graph]) -> Nest:
+def branches(
+    mode: Mode, original: Original, op_type: str, branch_graphs: Sequence[TFGraph]
+) -> Nest:
     """Promotes outputs of branches to their widest dtype."""
     outputs = [graph.outputs for graph in branch_graphs]
     if len(set(map(len, outputs))) == 1:  # TensorFlow raises for the others.
@@ -464,7 +466,7 @@ def _differ(values: Sequence[Operand]) -> bool:
     return len(dtypes) > 1 and dtypes <= EDITABLE
 
 
-def _recast_output(branch_graphs: Sequence[Graph], place: int) -> None:
+def _recast_output(branch_graphs: Sequence[TFGraph], place: int) -> None:
     pack = tf_private.private("ops.cond_v2:_pack_sequence_as")
     for graph in branch_graphs:
         with graph.as_default():

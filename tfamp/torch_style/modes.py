@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
-from tfamp.core.kinds import Graph, Handle, Operand, Tensor
+from tfamp.core.kinds import Handle, Operand, Tensor, TFGraph
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
@@ -107,10 +107,10 @@ class Casts:
         # (handle of a variable, dtype) -> its last cast, weak as a tensor keeps its graph
         # alive, the place in the trace of the read that was cast, and whether tapes may
         # have recorded it.
-        self._casts: weakref.WeakKeyDictionary[Graph, dict[tuple[str, str], _LastCast]]
+        self._casts: weakref.WeakKeyDictionary[TFGraph, dict[tuple[str, str], _LastCast]]
         self._casts = weakref.WeakKeyDictionary()
         # Graph -> the last place in its trace at which a tape started to record or watch.
-        self._recording: weakref.WeakKeyDictionary[Graph, int] = weakref.WeakKeyDictionary()
+        self._recording: weakref.WeakKeyDictionary[TFGraph, int] = weakref.WeakKeyDictionary()
 
     def recording_changed(self) -> None:
         """Drops casts, as a tape that starts to record or watch has not recorded them."""

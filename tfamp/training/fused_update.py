@@ -453,8 +453,8 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # ---- Compiled --------------------------------------------------------------------------
 
-# Bytes of one call. A choice: on a CPU two calls that run at once fit into a shared cache of
-# 16 MiB.
+# Bytes of one call, so that on CPUs two calls that run at once fit into a shared cache. The
+# number is a choice.
 _ROOM = 8 << 20
 # Variables of one call. XLA's time grows faster than their number; one each makes more calls
 # than small updates can pay for.

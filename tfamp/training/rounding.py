@@ -19,7 +19,7 @@ from tfamp.core.kinds import DType, Tensor
 _HALF = 1 << 15
 _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-# LLVM splits shorter rows into a vector and a remainder: its vectors of AVX512 hold 16 numbers.
+# LLVM splits shorter rows into a vector and a remainder. As many float32 numbers as 512 bits hold.
 _SHORT = 1 << 4
 
 

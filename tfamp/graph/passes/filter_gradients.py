@@ -31,7 +31,7 @@ _GRADIENT = "Conv2DBackpropFilter"
 _DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
 _ONCE = [1, 1, 1, 1]
 # With fewer, as images have, gathering the patches takes longer than the product gains. The
-# number is a choice between the 3 of images and the widths of hidden layers.
+# number is a choice, above the 3 of images.
 _LEAST_CHANNELS = 1 << 5
 # Of a depthwise filter, 5 x 5: for smaller ones, such as 3 x 3, the original op is faster.
 _LEAST_TAPS = 25
