@@ -43,7 +43,7 @@ def float32_losses():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_as_float32(device, check, float32_losses, name, dtype):
-    """500 steps end at float32's loss."""
+    """500 steps end at float32's loss, or below."""
     device.needs(dtype)
     pytest.importorskip("sklearn")
     steps = device.size(500, 10)
@@ -60,7 +60,7 @@ def test_trained_as_float32(device, check, float32_losses, name, dtype):
     end, wanted = low[last].mean(), expected[last].mean()
     check("loss at the end", float(end))
     check("float32's loss at the end", float(wanted))
-    check("relative difference", abs(end / wanted - 1), at_most=0.02)
+    check("relative to float32's", end / wanted - 1, at_most=0.02)
     # A few steps at toy size need not learn.
     fell = {} if device.toy else {"at_most": 0.9}
     check("float32's loss at the end, to that at the start", wanted / expected[0], **fell)

@@ -100,8 +100,8 @@ def test_compiled(device, check, feature):
             found[jit] = [tf.identity(each.value) for each in variables]
     starts_at_zero = [not tf.reduce_any(tf.cast(each, tf.bool)) for each in before]
     pairs = list(zip(found[True], found[False], starts_at_zero, strict=True))
-    # All of a bias is updates, which another order of float16 sums changes by half of its eps.
-    for name, is_bias, limit in (("weights", False, 1e-5), ("biases", True, 5e-4)):
+    # All of a bias is updates, which another order of float16 sums changes by up to its eps.
+    for name, is_bias, limit in (("weights", False, 1e-5), ("biases", True, 1e-3)):
         of_kind = [pair[:2] for pair in pairs if bool(pair[2]) is is_bias]
         difference = relative_difference(*zip(*of_kind, strict=True))
         check(f"relative difference of the {name}", difference, at_most=limit)

@@ -233,12 +233,16 @@ class _Update(NamedTuple):
         return self.gradient[0].shape, self.layout
 
     @property
+    def is_parted(self) -> bool:
+        """Whether the variable is stored in two parts."""
+        return len(self.forms[0].dtypes) > 1
+
+    @property
     def bytes(self) -> int:
         """Bytes it reads and writes, a variable stored in two parts also as float32."""
         stored = [dtype for form in self.forms for dtype in form.dtypes]
         sizes = [tf.as_dtype(dtype).size for dtype in (self.gradient[0].dtype, *stored)]
-        parted = len(self.forms[0].dtypes) > 1
-        return int(self.gradient[0].shape.num_elements()) * (sum(sizes) + 4 * parted)
+        return int(self.gradient[0].shape.num_elements()) * (sum(sizes) + 4 * self.is_parted)
 
 
 def _sgd(optimizer: Optimizer, step: _Step, updates: list[_Update]) -> None:
@@ -459,16 +463,19 @@ _ROOM = 8 << 20
 # Variables of one call. XLA's time grows faster than their number; one each makes more calls
 # than small updates can pay for.
 _MOST = 2
+# Calls on GPUs of variables in two parts, whose next values are in memory at once: a choice, of
+# half a byte a parameter for a dozen compilations.
+_PARTED_CALLS = 8
 
 
 def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
-    """Updates by compiled call: all in one on GPUs.
+    """Updates by compiled call: on GPUs all in one, or a few for variables in two parts.
 
     On CPUs the size of a call keeps values that were just written in a cache. A call is of one
     kind: the many of a kind in repeated layers are then compiled once.
     """
     if device_kind_of(device) != "cpu":
-        return [updates]
+        return _of_equal_bytes(updates) if updates[0].is_parted else [updates]
     kinds: dict[tuple[tf.TensorShape, _Layout], list[_Update]] = defaultdict(list)
     for update in updates:
         kinds[update.kind].append(update)
@@ -477,6 +484,17 @@ def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
         count = _MOST if alike[0].bytes * _MOST <= _ROOM else 1
         groups += (alike[start : start + count] for start in range(0, len(alike), count))
     return groups
+
+
+def _of_equal_bytes(updates: list[_Update]) -> list[list[_Update]]:
+    """Updates in at most `_PARTED_CALLS` groups of about equal bytes, in order."""
+    room = max(_ROOM, sum(update.bytes for update in updates) / _PARTED_CALLS)
+    groups: dict[int, list[_Update]] = defaultdict(list)
+    before = 0
+    for update in updates:
+        groups[int(before // room)].append(update)
+        before += update.bytes
+    return list(groups.values())
 
 
 _Part: TypeAlias = Callable[..., list[Tensor]]
@@ -522,7 +540,33 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
             on_cpu=device_kind_of(device) == "cpu",
             compiles=xla_works(device),
         )
-        _compiled(key)(step, gradients, handles, numbers)
+        values = _compiled(key)(step, gradients, handles, numbers)
+        if values and not key.on_cpu:
+            parted = [update for update in updates if update.is_parted]
+            _store_parts(parted, values, compiles=key.compiles)
+
+
+def _store_parts(updates: list[_Update], values: list[Tensor], *, compiles: bool) -> None:
+    """Stores the next values of variables in two parts, in a call of its own.
+
+    On an H100 (TensorFlow 2.21) one XLA program that read both parts of a weight and wrote them
+    in place lost the second part. Here no program reads what it writes.
+    """
+    for update, value in zip(updates, values, strict=True):
+        parts = _encoder(update.forms[0], compiles)(value)
+        for handle, part in zip(update.handles[0], parts, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=part)
+
+
+@functools.cache
+def _encoder(form: Form, compiles: bool) -> Function:
+    """The function that makes the stored parts of a float32 tensor, which draws no numbers."""
+
+    def encode(value: Tensor) -> tuple[Tensor, ...]:
+        return form.encode(value, lambda: value)
+
+    specs = [tf.TensorSpec(None, tf.float32)]
+    return tf.function(encode, specs, jit_compile=compiles, autograph=False)
 
 
 # Traced once per key and compiled once per set of shapes. 64 traces are a choice: a model needs
@@ -543,9 +587,8 @@ def _compiled(key: _ProgramKey) -> Function:
             stored = enumerate(zip(layout.forms, handles[i], strict=True))
             cells = [_Cell(form, resources, stream + j) for j, (form, resources) in stored]
             for part in key.parts:
-                results += part(key.rule, step, gradients[i], layout.decays, cells)
-        # XLA on CPUs has a loop for each result, and recomputes intermediate values in it.
-        return results if key.on_cpu else []
+                results += part(key, step, gradients[i], layout.decays, cells)
+        return results
 
     return tf.function(update_all, _signature(key), jit_compile=key.compiles, autograph=False)
 
@@ -566,24 +609,31 @@ def _signature(key: _ProgramKey) -> list[Nest]:
 
 
 def _update_value(
-    rule: _Rule, step: _Step, gradient: Sequence[Tensor], decays: bool, cells: Sequence[_Cell]
+    key: _ProgramKey, step: _Step, gradient: Sequence[Tensor], decays: bool, cells: Sequence[_Cell]
 ) -> list[Tensor]:
-    """Updates a variable; returns its next value if it is stored in several parts."""
+    """Updates a variable; returns its next value if it is stored in two parts.
+
+    On GPUs it is stored by `_store_parts`. XLA on CPUs has a loop for each result: a returned
+    value keeps it from being computed in both parts' loops.
+    """
     times = functools.partial(_product, step.chance.step)
     value, *slots = (cell.load() for cell in cells)
     if decays:
         # A weight may be infinite, as in a mask: do not multiply it by 0.
         value = tf.where(tf.equal(step.decay, 0.0), value, value - times(value, step.decay))
     unscaled = _unscaled(times, step, gradient[0])
-    new = rule.next_value(times, step.numbers, unscaled, value, *slots)
-    cells[0].store(new, step.chance)
-    return [new] if len(cells[0].form.dtypes) > 1 else []
+    new = key.rule.next_value(times, step.numbers, unscaled, value, *slots)
+    is_parted = len(cells[0].form.dtypes) > 1
+    if key.on_cpu or not is_parted:
+        cells[0].store(new, step.chance)
+    return [new] if is_parted else []
 
 
 def _update_slots(
-    rule: _Rule, step: _Step, gradient: Sequence[Tensor], decays: bool, cells: Sequence[_Cell]
+    key: _ProgramKey, step: _Step, gradient: Sequence[Tensor], decays: bool, cells: Sequence[_Cell]
 ) -> list[Tensor]:
-    if rule.next_slots is None:
+    next_slots = key.rule.next_slots
+    if next_slots is None:
         return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
@@ -591,7 +641,7 @@ def _update_slots(
     squares = times(unscaled, unscaled)
     if len(gradient) > 1:  # Scaled twice.
         squares = _unscaled(times, step, _unscaled(times, step, gradient[1]))
-    new = rule.next_slots(times, step.numbers, unscaled, squares, *slots)
+    new = next_slots(times, step.numbers, unscaled, squares, *slots)
     for cell, value in zip(cells[1:], new, strict=True):
         cell.store(value, step.chance)
     return []

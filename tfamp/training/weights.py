@@ -373,8 +373,6 @@ def _rounded_to_bfloat16(master: Variable) -> Tensor:
     return nearest(master, tf.bfloat16)
 
 
-# Compiled like the rounding of the masters: on an H100, where this ran op by op beside a
-# compiled rounding, masters lost the bits that their weights lack.
 @_in_one_pass
 def _next_master(master: Variable, value: Tensor) -> Tensor:
     return tf.where(_assigned(master, value), tf.cast(value, tf.float32), master)
