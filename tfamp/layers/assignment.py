@@ -8,6 +8,7 @@ the dtype that it was made with, without tfamp.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -80,6 +81,23 @@ def assigned(
     if fused:
         return Assignment("float32", by, "statistics", policy)
     return Assignment("float32", by, "data" if prepares_data(layer_class) else "exact")
+
+
+def assigned_to_copy(
+    source: Assignment | None, copied: Assignment, before: Before | None
+) -> Assignment | None:
+    """Returns the assignment of a layer of a copied model, None for none.
+
+    Args:
+        source: The assignment of the layer that it was made from.
+        copied: The assignment that it got when it was made, or would get as a hidden layer.
+        before: What a level that stores weights in another dtype restores; None without one.
+    """
+    is_by_user = source is not None and source.by == "user"
+    if before is None and not is_by_user:
+        return None
+    by = "user" if is_by_user else copied.by
+    return dataclasses.replace(copied, by=by, before=before or copied.before)
 
 
 def managed_by(layer: Layer) -> Policy | None:

@@ -1,14 +1,16 @@
 """The roles of managed layers in models: which ones make float32 outputs, and how.
 
-A layer whose dtype came from a mixed policy is *managed*. The layers of a Functional (a
-Sequential has one inside) have roles:
+A layer whose dtype came from a mixed policy is *managed*. Two rules decide; each is applied
+again whenever what it depends on has changed:
 
-- Managed layers that make its outputs are *raised* to float32. If one cannot be raised, a
-  linear Activation of dtype float32, the *cast*, is appended to the model instead.
-- A layer that becomes an interior layer of another model gets its mixed policy back, and a
-  model that thereby lost its float32 output gets the cast.
-- A model that becomes part of another one has no outputs any more: its output layers get their
-  policy back, and its casts are removed.
+- A layer's dtype follows from its *places* in Functionals (a Sequential has one inside). One
+  that makes outputs, and is an interior layer of none, is *raised* to float32; any other has
+  its mixed policy. `_follow_places` applies it.
+- A model's outputs follow from the dtypes of its layers. One that is low and should be float32
+  gets a linear Activation of dtype float32, the *cast*, appended. `_settle_outputs` applies it.
+
+A model that becomes part of another one makes no outputs any more: its output layers are
+interior, and it has no casts.
 
 An example, under mixed_float16. `base = Model(x, head(body(x)))` has the hidden layer `body`,
 float16, and the output layer `head`, raised to float32. `Model(x, top(head.output))` makes
@@ -149,13 +151,11 @@ def settle(functional: Functional, owner: Model | None = None) -> bool:
 def _give_roles(graph: ModelGraph, layers: list[Layer]) -> None:
     for layer in layers:
         models_below_become_parts(layer)
-    makers = _output_makers(graph)
-    for layer in layers:
-        if not any(layer is maker for maker in makers):
-            _becomes_interior(layer, graph.functional)
-    for layer in makers:
-        _becomes_output(layer, graph.functional)
-    _cast_low_outputs(graph)
+    makers = {id(layer) for layer in _output_makers(graph)}
+    # Interior layers first: an output is cast only if its layer stays low.
+    for layer in sorted(layers, key=lambda layer: id(layer) in makers):
+        _place(layer, graph.functional, makes_output=id(layer) in makers)
+    _settle_outputs(graph)
 
 
 def forget_dropped(sequential: Model) -> None:
@@ -178,8 +178,7 @@ def forget_dropped(sequential: Model) -> None:
                 places = places_of(layer)
                 places.interior_of.pop(functional, None)
                 places.output_of.pop(functional, None)
-                if not places.output_of:
-                    _unraise(layer)
+                _follow_places(layer)
 
 
 def become_part(model: Model) -> None:
@@ -189,13 +188,9 @@ def become_part(model: Model) -> None:
         if graph is None or graph.nested:
             return
         graph.nested = True
-        makers = _output_makers(graph)
-        _take_casts_away(graph)
-        graph.casts.clear()
-        graph.inner.clear()
-        for layer in makers:
-            _becomes_interior(layer, graph.functional)
-        _update_outer(graph)
+        for layer in _output_makers(graph):
+            _place(layer, graph.functional, makes_output=False)
+        _settle_outputs(graph)
 
 
 def wants_float32(layer: Layer) -> bool:
@@ -221,13 +216,9 @@ def dissolve(functional: Functional) -> None:
     with _lock:
         graph = graphs.get(functional)
         if graph is not None:
-            _take_casts_away(graph)
+            if graph.casts:
+                keras_hooks.set_outputs(functional, _uncast_outputs(graph))
             graphs.set(functional, None)
-
-
-def _take_casts_away(graph: ModelGraph) -> None:
-    if graph.casts:
-        keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
 
 
 def models_below_become_parts(layer: Layer) -> None:
@@ -260,27 +251,42 @@ def float32_made_of_low(model: Model) -> list[bool]:
     ]
 
 
-def _becomes_interior(layer: Layer, functional: Functional) -> None:
-    if graph_of(layer) is not None:
-        become_part(layer)
-        return
-    if managed_by(layer) is not None:
-        places_of(layer).interior_of[functional] = None
-        _unraise(layer)
-
-
-def _becomes_output(layer: Layer, functional: Functional) -> None:
+def _place(layer: Layer, functional: Functional, *, makes_output: bool) -> None:
+    """Makes a layer or model an output layer of a Functional, or an interior one."""
     graph = graph_of(layer)
     if graph is not None:
-        graph.output_of[functional] = None
-        return
-    if not wants_float32(layer):
-        return
+        if makes_output:
+            graph.output_of[functional] = None
+        else:
+            become_part(layer)
+    elif managed_by(layer) is not None:
+        places = places_of(layer)
+        if makes_output:
+            places.output_of[functional] = None
+        else:
+            places.output_of.pop(functional, None)
+            places.interior_of[functional] = None
+        _follow_places(layer)
+
+
+def _follow_places(layer: Layer) -> None:
+    """Gives a managed layer the dtype that its places demand.
+
+    A layer quantized to int8 meanwhile stays float32 if its policy is float16.
+    """
     places = places_of(layer)
-    places.output_of[functional] = None
     # Raising an interior layer would slow down the other model: this one gets a cast.
-    if not places.raised and not places.interior_of and can_be_raised(layer):
+    makes_only_outputs = bool(places.output_of) and not places.interior_of
+    if bool(places.raised) == makes_only_outputs:
+        return
+    if not makes_only_outputs:
+        _lower(layer)
+        _retype(layer)
+    elif wants_float32(layer) and can_be_raised(layer):
         _raise(layer)
+    else:
+        return
+    _settle_models(places)
 
 
 def can_be_raised(layer: Layer) -> bool:
@@ -309,17 +315,6 @@ def _raise(layer: Layer) -> None:
     except (TypeError, ValueError, tf.errors.OpError):
         # The user's code needs the low dtype.
         _lower(layer)
-
-
-def _unraise(layer: Layer) -> None:
-    """Restores a raised layer's mixed policy; models whose outputs it makes get a cast.
-
-    A layer quantized to int8 meanwhile stays float32 if that policy is float16.
-    """
-    if places_of(layer).raised:
-        _lower(layer)
-        _retype(layer)
-        _cast_and_update(places_of(layer))
 
 
 def _lower(layer: Layer) -> None:
@@ -374,21 +369,26 @@ def _uncast_outputs(graph: ModelGraph) -> list[Tensor]:
     return outputs
 
 
-def _cast_low_outputs(graph: ModelGraph) -> None:
-    """Appends a cast to every low output of a model that should be float32."""
-    if graph.nested:
-        return
-    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Tensor]()
-    for i, tensor in enumerate(outputs):
-        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
-            if id(tensor) not in casts:
-                casts[id(tensor)] = _cast(tensor)
-            outputs[i] = casts[id(tensor)]
-            graph.casts.add(i)
-    if casts:
+def _settle_outputs(graph: ModelGraph) -> None:
+    """Gives a model a cast at every low output that should be float32, and at no other."""
+    before, outputs = keras_hooks.outputs_of(graph.functional), _uncast_outputs(graph)
+    casts = {id(outputs[i]): before[i] for i in graph.casts}
+    graph.casts = {
+        i
+        for i, tensor in enumerate(outputs)
+        if not graph.nested
+        and tensor.dtype in LOW_PRECISION
+        and any(map(wants_float32, output_makers([tensor])))
+    }
+    for i in graph.casts:
+        tensor = outputs[i]
+        if id(tensor) not in casts:
+            casts[id(tensor)] = _cast(tensor)
+        outputs[i] = casts[id(tensor)]
+    if any(x is not y for x, y in zip(before, outputs, strict=True)):
         keras_hooks.set_outputs(graph.functional, outputs)
         graph.inner = _inner_operations(graph)
-        _update_outer(graph)
+    _update_outer(graph)
 
 
 def _inner_operations(graph: ModelGraph) -> set[int]:
@@ -436,7 +436,7 @@ def retype_followers(operation: Operation) -> None:
             if respecify(node):
                 pending.append(follower)
                 if managed_by(follower) is not None:
-                    _cast_and_update(places_of(follower))
+                    _settle_models(places_of(follower))
 
 
 def follows_input(layer: Layer) -> bool:
@@ -448,12 +448,11 @@ def follows_input(layer: Layer) -> bool:
     return policy is not None and policy.keeps_float32(type(layer))
 
 
-def _cast_and_update(places: Places | ModelGraph) -> None:
-    """Appends casts to the models whose outputs a layer or model has made low."""
+def _settle_models(places: Places | ModelGraph) -> None:
+    """Settles the outputs of the models in which a layer or model makes one."""
     for graph in map(graphs.get, list(places.output_of)):
         if graph is not None:
-            _cast_low_outputs(graph)
-            _update_outer(graph)
+            _settle_outputs(graph)
 
 
 def _update_outer(graph: ModelGraph) -> None:
@@ -464,7 +463,7 @@ def _update_outer(graph: ModelGraph) -> None:
     changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
     if any(changed):
         retype_followers(model)
-        _cast_and_update(graph)
+        _settle_models(graph)
 
 
 def appended_casts(model: Model) -> list[Layer]:

@@ -30,7 +30,7 @@ from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, model_roles
-from tfamp.layers.assignment import Assignment, Before, assignments
+from tfamp.layers.assignment import Assignment, Before, assigned_to_copy, assignments
 from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
 from tfamp.layers.records import WeakMap
 from tfamp.levels import level_assignments, model_structure, prepared_optimizer
@@ -442,16 +442,15 @@ def _assign_as(old: Layer, new: Layer, before: Before | None) -> None:
 
     `before` is for a level that stores weights in another dtype.
     """
-    source = assignments.get(old)
-    is_by_user = source is not None and source.by == "user"
-    if isinstance(new, keras.layers.InputLayer) or (before is None and not is_by_user):
+    if isinstance(new, keras.layers.InputLayer):
         return
+    source = assignments.get(old)
     policy_name = layer_dtypes.float_policy(new) or new.dtype_policy.name
     role = "hidden" if source is None else source.role
-    assignment = assignments.get(new) or Assignment(policy_name, "level", role)
-    by = "user" if is_by_user else assignment.by
-    before = before or assignment.before
-    assignments.set(new, dataclasses.replace(assignment, by=by, before=before))
+    copied = assignments.get(new) or Assignment(policy_name, "level", role)
+    assignment = assigned_to_copy(source, copied, before)
+    if assignment is not None:
+        assignments.set(new, assignment)
 
 
 def _manage_as(
