@@ -185,9 +185,74 @@ def _measured(run: Run, system: str) -> bool:
     return any(system in each.systems for each in run.workloads)
 
 
+# The columns of a page: a short name, and the systems of which the fastest is shown.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "Keras's policy": ("keras_policy",),
+    "TensorFlow's pass": ("tensorflow_amp",),
+    "float32, XLA": ("float32_xla",),
+    "PyTorch's best": TORCH,
+    "tfamp policy": ("tfamp_policy",),
+    "tfamp.rewrite": ("rewrite_lists", "rewrite", "rewrite_fused"),
+    "tfamp.tune": ("tune",),
+    'level "auto"': ("auto",),
+}
+
+
+def _page_columns(run: Run) -> dict[str, tuple[str, ...]]:
+    """The columns that a run has something for."""
+    columns = {
+        name: systems
+        for name, systems in _COLUMNS.items()
+        if any(_measured(run, system) for system in systems)
+    }
+    if "tfamp.tune" in columns:  # It is the fastest of these.
+        columns.pop("tfamp.rewrite", None)
+    return columns
+
+
+def by_model(run: Run) -> Table:
+    """How many times as fast as float32 the systems are on each model, a row for each."""
+    columns = _page_columns(run)
+    rows, speeds = [], {name: list[float]() for name in columns}
+    for each in run.workloads:
+        if BASE not in each.systems:
+            continue
+        cells = [each.workload, f"{1e3 * results.spread(each.systems[BASE].seconds).median:.0f}"]
+        for name, systems in columns.items():
+            found = [results.speed(each, one).median for one in systems if one in each.systems]
+            speeds[name] += [max(found)] if found else []
+            cells.append(f"{max(found):.2f}" if found else "-")
+        rows.append(tuple(cells))
+    if len(rows) > 1:
+        means = (f"{geometric_mean(found):.2f}" for found in speeds.values())
+        rows.append(("geometric mean", "", *means))
+    machine = ", ".join(f"{name} {value}" for name, value in run.machine.items())
+    headers = ("model", "float32, ms", *columns)
+    notes = (f"Machine: {machine}.",)
+    return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=notes)
+
+
+def memory_by_model(run: Run) -> Table:
+    """The peak memory of TensorFlow's systems over float32's on each model, a row for each."""
+    columns = {name: each for name, each in _page_columns(run).items() if each != TORCH}
+    rows = []
+    for each in run.workloads:
+        if BASE not in each.systems:
+            continue
+        base = each.systems[BASE].memory
+        cells = [each.workload, f"{base / 1e6:.0f}"]
+        for systems in columns.values():
+            found = [each.systems[one].memory for one in systems if one in each.systems]
+            cells.append(f"{min(found) / base:.2f}" if found else "-")
+        rows.append(tuple(cells))
+    headers = ("peak memory", "float32, MB", *columns)
+    return Table(f"Peak memory, {run.dtype}", headers, tuple(rows))
+
+
 def section(run: Run) -> str:
-    """The tables that compare systems, as part of a page."""
-    return "\n".join(tables.to_markdown(table) for table in _summaries(run))
+    """The tables by model, without headings, as part of a page."""
+    both = (by_model(run), memory_by_model(run))
+    return "\n".join(tables.to_markdown(table, heading=False) for table in both)
 
 
 def put_section(page: Path, text: str) -> None:

@@ -40,11 +40,12 @@ def to_text(table: Table) -> str:
     return f"{body}\n"
 
 
-def to_markdown(table: Table) -> str:
-    """The table in Markdown, below a heading."""
+def to_markdown(table: Table, *, heading: bool = True) -> str:
+    """The table in Markdown, below its title as a heading, or alone."""
     head, *body = ["| " + " | ".join(row) + " |" for row in (table.headers, *table.rows)]
     sides = ["---|" if column < table.left else "---:|" for column in range(len(table.headers))]
-    parts = [f"### {table.title}", "\n".join([head, "|" + "".join(sides), *body])]
+    parts = [f"### {table.title}"] if heading else []
+    parts.append("\n".join([head, "|" + "".join(sides), *body]))
     if table.notes:
         parts.append("\n".join(f"- {note}" for note in table.notes))
     return "\n\n".join(parts) + "\n"

@@ -30,7 +30,7 @@ from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 # The generated sections of docs/benchmarks.md.
-SECTIONS = ["bfloat16", "AVX2"]
+SECTIONS = ["Zen4", "bfloat16", "AVX2"]
 
 
 def a_run():
@@ -148,6 +148,26 @@ def test_a_step_is_compared_with_the_fastest_peer_and_with_pytorchs_best_way():
     assert [row[-1] for row in first_calls.rows] == ["2.0", "2.0", "-"]
 
 
+def test_a_page_has_a_row_for_each_model_and_the_fastest_of_several_ways():
+    run = a_run()
+    (mlp,) = run.workloads
+    faster = Measured([1.0, 2.0, 1.0], memory=3 * 10**6)
+    mlp.systems |= {"rewrite_fused": faster, "torch_autocast": faster}
+    run.workloads.append(dataclasses.replace(mlp, workload="lstm", systems={"rewrite": faster}))
+    table = report.by_model(run)
+    assert table.headers[2:] == ("Keras's policy", "PyTorch's best", "tfamp.rewrite")
+    # Without float32 a model has nothing to be compared with.
+    assert table.rows == (("mlp", "4000", "1.00", "4.00", "4.00"),)
+    memory = report.memory_by_model(run)
+    assert memory.headers[2:] == ("Keras's policy", "tfamp.rewrite")
+    assert memory.rows == (("mlp", "1", "2.00", "1.00"),)
+    mlp.systems["tune"] = faster
+    run.workloads[1] = dataclasses.replace(mlp, workload="lstm")
+    table = report.by_model(run)
+    assert table.headers[-1] == "tfamp.tune"
+    assert table.rows[-1] == ("geometric mean", "", "1.00", "4.00", "4.00")
+
+
 @pytest.mark.parametrize("name", ["", "today"])
 def test_a_page_keeps_what_is_outside_its_marks(tmp_path, name):
     page, (begin, end) = tmp_path / "page.md", report.marks(name)
@@ -158,7 +178,9 @@ def test_a_page_keeps_what_is_outside_its_marks(tmp_path, name):
     assert text.startswith("before\n")
     assert text.endswith(f"{end}\nafter\n")
     assert "old" not in text
-    assert "| tfamp.rewrite, min_cut | 2.00 |" in text
+    # The model's row: float32's milliseconds, Keras's policy, the rewrite; then bytes.
+    assert "| mlp | 4000 | 1.00 | 2.00 |" in text
+    assert "| mlp | 1 | 2.00 | 1.00 |" in text
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="each once"):
         report.put_section(named, "text")
@@ -167,6 +189,7 @@ def test_a_page_keeps_what_is_outside_its_marks(tmp_path, name):
 
 def test_the_documented_pages_have_the_marks():
     pages = {"kerashub": [""], "guides/saved_models": [""], "benchmarks": SECTIONS}
+    pages["gpu"] = ["H100", "H100 float16", "H100 compiled"]
     for page, names in pages.items():
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         for mark in (mark for name in names for mark in report.marks(name)):
