@@ -17,9 +17,9 @@ _CELL = re.compile(r"<td")
 _TAG = re.compile(r"<[^>]+>")
 
 
-def on_page_content(page: str, **_: Any) -> str:
+def on_page_content(content: str, **_: Any) -> str:
     """Returns the HTML of a page with a `data-label` in each cell of its plain tables."""
-    return _TABLE.sub(lambda found: _labelled(found[0]), page)
+    return _TABLE.sub(lambda found: _labelled(found[0]), content)
 
 
 def _labelled(table: str) -> str:
