@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from tfamp.core import spelling
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
@@ -210,7 +211,7 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"{argument} must hold regular expressions; got {pattern!r}: {error}."
+            f"{spelling.argument(argument)} must hold regular expressions; got {pattern!r}: {error}."
         ) from error
 
 
@@ -347,7 +348,7 @@ def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
 def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
     near = nearest_names(pattern, names) or "'dense/MatMul'"
     return ValueError(
-        f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
+        f"{spelling.argument(argument)}: no node's name matches {pattern!r}. The pattern is searched for in names "
         f"such as {near}."
     )
 
