@@ -248,11 +248,11 @@ def other_files(tmp_path_factory):
             (f"checkpoints{name}", ["is a checkpoint", "c-1')", ".restore(", "model.export("])
             for name in ("", "/c-1", "/c-1.index", "/c-1.data-00000-of-00001", "/checkpoint")
         ),
-        ("saved/saved_model.pb", ["part of a SavedModel; give its directory"]),
-        ("saved/variables/variables.index", ["part of a SavedModel; give its directory"]),
+        ("saved/saved_model.pb", ["part of one; give its directory"]),
+        ("saved/variables/variables.index", ["part of one; give its directory"]),
         ("empty", ["is not a SavedModel", "model.export("]),
         ("nothing.weights.h5", ["There is no directory"]),
-        ("nothing.keras", ["There is no"]),
+        ("nothing.keras", ["here is no "]),
     ],
 )
 def test_a_file_that_is_not_a_saved_model_is_recognized(run, other_files, tmp_path, name, words):

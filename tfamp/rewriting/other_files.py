@@ -13,7 +13,7 @@ def what_else_it_is(path: Path) -> str:
     name = str(path)
     for folder in path.parents[:2]:
         if path.exists() and (folder / "saved_model.pb").is_file():
-            return f"{name} is a part of a SavedModel; give its directory, {folder}."
+            return f"{name} is not a SavedModel but a part of one; give its directory, {folder}."
     checkpoint = _checkpoint(path)
     if checkpoint is not None:
         call = f"for example tf.train.Checkpoint(model=model).restore({checkpoint!r})"
