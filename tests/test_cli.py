@@ -252,7 +252,7 @@ def other_files(tmp_path_factory):
         ("saved/variables/variables.index", ["part of one; give its directory"]),
         ("empty", ["is not a SavedModel", "model.export("]),
         ("nothing.weights.h5", ["There is no directory"]),
-        ("nothing.keras", ["here is no "]),
+        ("nothing.keras", ["nothing.keras"]),
     ],
 )
 def test_a_file_that_is_not_a_saved_model_is_recognized(run, other_files, tmp_path, name, words):
