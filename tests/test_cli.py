@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,18 @@ def test_doctor_reports_another_keras_backend(monkeypatch, capsys):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     assert main(["doctor"]) == 1
     assert "Keras runs on the jax backend, where policies" in capsys.readouterr().out
+
+
+def test_a_value_of_tfamp_cache_without_meaning_is_reported(monkeypatch, capsys):
+    for value in ("on", "1", "OFF"):
+        monkeypatch.setenv("TFAMP_CACHE", value)
+        assert main(["doctor"]) == 0
+        assert f'TFAMP_CACHE must be "off", or unset for the cache; got {value!r}' in (
+            capsys.readouterr().err
+        )
+    monkeypatch.setenv("TFAMP_CACHE", "off")
+    assert main(["doctor"]) == 0
+    assert "TFAMP_CACHE" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,13 @@ def run(capsys):
         return code, printed.out, printed.err
 
     return run
+
+
+def speaks_python(text):
+    """Whether a message has an argument as Python code writes it, for which there is a flag."""
+    return re.search(
+        r"\b(?:dtype|placement|freeze|overwrite|device)=|keep_float32|calibration=", text
+    )
 
 
 def one_line(text):
@@ -156,30 +176,126 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, src, tmp_path):
     assert run("rewrite", src, existing, "--dtype", "bfloat16")[0] == 0
     before = sorted(tmp_path.rglob("*"))
     for arguments, message in (
-        ([src, low, "--keep-float32", "nonsense"], "no node's name matches 'nonsense'"),
-        ([src, low, "--keep-float32", "("], "keep_float32 must hold regular expressions; got '('"),
-        ([src, low, "--placement", "fused"], "give freeze=True too"),
+        (
+            [src, low, "--keep-float32", "nonsense"],
+            "--keep-float32: no node's name",
+        ),
+        (
+            [src, low, "--keep-float32", "("],
+            "--keep-float32 must hold regular",
+        ),
+        ([src, low, "--placement", "fused"], "give --freeze too, or --placement min_cut"),
         ([src, low, "--calibrate", "no.npz"], "No such file"),
         ([src, low, "--calibrate", __file__], "does not hold named arrays of numbers; numpy.savez"),
         ([src.parent, low], "is not a SavedModel"),
-        ([src, existing], "or allow to overwrite it (overwrite=True)"),
+        ([src, existing], "exists; give another directory, or --overwrite"),
         ([src, file / "low"], "could not be written"),
     ):
         code, out, err = run("rewrite", *arguments, "--dtype", "float16")
         assert (code, out) == (1, "")
         assert one_line(err).startswith("tfamp: error: ")
         assert message in err
+        assert not speaks_python(err)
         assert sorted(tmp_path.rglob("*")) == before
     assert run("rewrite", src, existing, "--dtype", "float16", "--overwrite")[0] == 0
     function = tf.saved_model.load(str(existing)).signatures["serving_default"]
     assert_computes_in("float16", function)
 
 
+def test_the_library_names_arguments_as_in_python_and_the_command_line_its_flags(
+    run, src, tmp_path, monkeypatch
+):
+    low, existing = tmp_path / "freeze=True", tmp_path / "overwrite=True"
+    existing.mkdir()
+    code, _, err = run("rewrite", src, existing, "--dtype", "float16")
+    assert (code, str(existing) in err) == (1, True)  # What a user wrote stays as it is.
+    assert one_line(err).endswith("--overwrite to replace it.")
+    with pytest.raises(tfamp.SavedModelError, match="or overwrite=True to replace it"):
+        tfamp.rewrite_saved_model(src, existing, dtype="float16")
+    with pytest.raises(ValueError, match="give freeze=True too, or placement='min_cut'"):
+        tfamp.rewrite_saved_model(src, low, dtype="float16", placement="fused")
+    monkeypatch.setattr(hardware, "automatic_policy", lambda _: ("float32", "an old CPU"))
+    code, _, err = run("rewrite", src, low)
+    assert code == 1
+    assert "--dtype auto takes what this machine multiplies natively" in one_line(err)
+    assert "Give --dtype float16 or --dtype bfloat16" in err
+    assert not speaks_python(err)
+    with pytest.raises(ValueError, match="Give dtype='float16' or dtype='bfloat16'"):
+        tfamp.rewrite_saved_model(src, low)
+
+
+@pytest.fixture(scope="module")
+def other_files(tmp_path_factory):
+    """A directory with the files of a model that are not a SavedModel."""
+    folder = tmp_path_factory.mktemp("files")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    for name in ("m.keras", "m.h5"):
+        model.save(folder / name)
+    model.save_weights(folder / "m.weights.h5")
+    tf.train.Checkpoint(model=model).save(str(folder / "checkpoints" / "c"))
+    saved_models.module(folder / "saved")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("m.weights.h5", ["weights without a model", "model.load_weights(", "model.export("]),
+        ("m.h5", ["HDF5", "keras.saving.load_model(", "model.load_weights(", "model.export("]),
+        *(
+            (f"checkpoints{name}", ["is a checkpoint", "c-1')", ".restore(", "model.export("])
+            for name in ("", "/c-1", "/c-1.index", "/c-1.data-00000-of-00001", "/checkpoint")
+        ),
+        ("saved/saved_model.pb", ["part of one; give its directory"]),
+        ("saved/variables/variables.index", ["part of one; give its directory"]),
+        ("empty", ["is not a SavedModel", "model.export("]),
+        ("nothing.weights.h5", ["There is no directory"]),
+        ("nothing.keras", ["nothing.keras"]),
+    ],
+)
+def test_a_file_that_is_not_a_saved_model_is_recognized(run, other_files, tmp_path, name, words):
+    low = tmp_path / "low"
+    for arguments in (("rewrite", other_files / name, low), ("doctor", other_files / name)):
+        code, out, err = run(*arguments, "--dtype", "bfloat16")
+        assert (code, out) == (1, "")
+        assert all(word in one_line(err) for word in words)
+        assert not low.exists()
+
+
+def test_rewrite_of_a_keras_file_tells_how_to_export_it(run, other_files, tmp_path):
+    code, _, err = run("rewrite", other_files / "m.keras", tmp_path / "low", "--dtype", "float16")
+    assert code == 1
+    path = str(other_files / "m.keras")
+    for word in ("is a Keras model", f"keras.saving.load_model({path!r}", "model.export("):
+        assert word in one_line(err)
+
+
+def test_help_of_freeze_is_true(run, tmp_path, other_files):
+    code, out, _ = run("rewrite", "--help")
+    text = " ".join(out.split())
+    assert code == 0
+    assert "a drop-in replacement for SRC that computes in low precision where safe" in text
+    assert "only the signatures of SRC" in text
+    model = keras.saving.load_model(other_files / "m.keras")
+    model.export(tmp_path / "src", verbose=False)
+    for name, options in (("same", []), ("frozen", ["--freeze"])):
+        assert (
+            run("rewrite", tmp_path / "src", tmp_path / name, "--dtype", "bfloat16", *options)[0]
+            == 0
+        )
+    same, frozen = (tf.saved_model.load(str(tmp_path / name)) for name in ("same", "frozen"))
+    assert hasattr(same, "serve")
+    assert not hasattr(frozen, "serve")
+    assert set(same.signatures) == set(frozen.signatures) == {"serve", "serving_default"}
+
+
 def test_a_pattern_without_effect_is_a_warning(run, src, tmp_path):
     options = ("--dtype", "bfloat16", "--keep-float32", "^serving_default_x$")
     code, _, err = run("rewrite", src, tmp_path / "low", *options)
     assert code == 0
-    message = "tfamp: warning: keep_float32: '^serving_default_x$' has no effect"
+    message = "tfamp: warning: --keep-float32: '^serving_default_x$' has no effect"
     assert one_line(err).startswith(message)
 
 

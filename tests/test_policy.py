@@ -99,12 +99,59 @@ def test_layers_that_prepare_data_are_kept():
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("mixed_fp16", "mixed_float16"), ("Float32", "float32"), ("MIXED_BFLOAT16", "mixed_bfloat16")],
+    [
+        ("mixed_fp16", "mixed_float16"),
+        ("Float32", "float32"),
+        ("MIXED_BFLOAT16", "mixed_bfloat16"),
+        # Elsewhere these mean mixed precision, not float16 variables.
+        *((name, "mixed_float16") for name in ("fp16", "FP16", "half", "torch.float16")),
+        *((name, "mixed_bfloat16") for name in ("bf16", "mixed_bf16")),
+        *((name, "float32") for name in ("fp32", "float", "single")),
+        ("amp", "auto"),
+    ],
 )
 def test_wrong_name_lists_the_names_and_suggests_the_nearest(name, suggestion):
     with pytest.raises(ValueError, match=f"did you mean '{suggestion}'") as error:
         tfamp.Policy(name)
     assert all(known in str(error.value) for known in POLICY_NAMES)
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "o2", "O3"])
+def test_a_level_is_not_a_policy_and_the_message_names_prepare(name):
+    call = rf'tfamp\.prepare\(model, optimizer, level="{name.upper()}"\)'
+    with pytest.raises(ValueError, match=call) as error:
+        tfamp.set_global_policy(name)
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(ValueError, match=call):
+        tfamp.autocast(name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "float8_e4m3fn", "mixed_float8"])
+def test_8_bit_floats_are_said_to_be_missing(name):
+    with pytest.raises(ValueError, match="8-bit floats are not supported: .*'mixed_bfloat16'"):
+        tfamp.Policy(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("FP16", "float16")],
+)
+def test_a_dtype_by_the_name_of_another_system_is_recognized(name, meant):
+    for give in (
+        lambda dtype: tfamp.autocast(dtype),
+        lambda dtype: tfamp.rewrite(lambda x: x, dtype=dtype),
+        lambda dtype: tfamp.PrecisionConfig(dtype=dtype),
+    ):
+        with pytest.raises(ValueError, match=f"got '{name}'. Did you mean '{meant}'"):
+            give(name)
+
+
+def test_float32_by_another_name_is_suggested_where_it_is_accepted():
+    with pytest.raises(ValueError, match="Did you mean 'float32'"):
+        tfamp.PrecisionConfig(dtype="fp32")
+    with pytest.raises(ValueError, match="got 'fp32'") as error:
+        tfamp.autocast("fp32")
+    assert "Did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize(

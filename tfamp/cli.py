@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from pathlib import Path
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
+from tfamp.core.spelling import spelled_by
 
 # Suffix of a report's file -> the method that writes it.
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read by TensorFlow when it is imported; its start-up log would bury the answer.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        with _quiet_process():
+        with _quiet_process(), spelled_by(functools.partial(_as_flag, args)):
             return int(args.run(args))
     except (ImportError, OSError, TfampError, ValueError) as error:
         print(f"tfamp: error: {error}", file=sys.stderr)
@@ -73,8 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
     rewrite = commands.add_parser("rewrite", help=text, description=_rewrite.__doc__)
     rewrite.set_defaults(run=_rewrite)
     add = rewrite.add_argument
-    add("src", metavar="SRC", help="directory of a SavedModel")
-    add("dst", metavar="DST", help="directory to write; a new one but for --overwrite")
+    text = "directory of a SavedModel; of a Keras model, model.export(SRC) writes one"
+    add("src", metavar="SRC", help=text)
+    add("dst", metavar="DST", help="directory to write; must not exist unless --overwrite")
     text = "kind of device the model will run on; auto, the default: this machine's"
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
     text = "lists, the default; min_cut, by estimated times too; or fused, which needs --freeze"
@@ -83,7 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep-float32", metavar="REGEX", action="append", default=[], help=text)
     text = "inputs by name, to measure ranges with: nodes with too large values stay float32"
     add("--calibrate", metavar="FILE.npz", help=text)
-    text = "replace variables by constants, stored in the low dtype: about half the bytes"
+    text = (
+        "replace variables by constants, stored in the low dtype: about half the bytes; DST "
+        "then has only the signatures of SRC, and cannot be trained"
+    )
     add("--freeze", action="store_true", help=text)
     text = f"write every decision with its reason to FILE ({', '.join(_REPORTS)})"
     add("--report", metavar="FILE", type=_report_path, help=text)
@@ -93,6 +100,15 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (doctor, rewrite):
         command.add_argument("--dtype", choices=dtypes, default="auto", help=text)
     return parser
+
+
+def _as_flag(args: argparse.Namespace, name: str, values: tuple[object, ...]) -> str | None:
+    """Returns an argument of the library as a flag of the command; None where it has no flag."""
+    if name not in vars(args):
+        return None
+    flag = f"--{name.replace('_', '-')}"
+    words = ["auto" if value is None else str(value) for value in values if value is not True]
+    return " ".join((flag, *map(shlex.quote, words)))
 
 
 def _report_path(text: str) -> Path:
@@ -129,9 +145,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    """Writes the SavedModel DST, which is used as SRC is, and computes in low precision if safe.
+    """Writes DST, a drop-in replacement for SRC that computes in low precision where safe.
 
-    SRC is not changed; DST appears when it is complete.
+    Both are SavedModels. SRC is not changed; DST appears when it is complete. With --freeze DST
+    replaces SRC for callers of signatures: it has none of its methods, such as the serve() that
+    Keras's model.export() writes.
     """
     from tfamp.rewriting.saved_model import directory_bytes, rewrite_saved_model
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -147,14 +148,32 @@ def _resolved_name(name: object) -> str:
         )
     if name not in POLICY_NAMES:
         raise ValueError(
-            f"name must be one of {', '.join(POLICY_NAMES)}; got {name!r}; did you mean "
-            f"{nearest(name, POLICY_NAMES)!r}?"
+            f"name must be one of {', '.join(POLICY_NAMES)}; got {name!r}{_suggestion(name)}"
         )
     if name == "auto":
         from tfamp.machine import hardware
 
         return hardware.automatic_policy(hardware.detect())[0]
     return name
+
+
+def _suggestion(name: str) -> str:
+    """Returns the end of a message about an unknown policy: what its name probably means."""
+    if advice_on_level := dtypes.level_hint(name):
+        return f".{advice_on_level}"
+    if name.lower() in ("amp", "mixed", "mixed_precision"):
+        return (
+            "; did you mean 'auto', which takes mixed_float16, mixed_bfloat16 or float32 as this "
+            "machine computes?"
+        )
+    if re.match(r"(mixed_)?(fp8|float8)", name.lower()):
+        return ". 8-bit floats are not supported: give 'mixed_bfloat16' or 'mixed_float16'."
+    bare = name.lower().removeprefix("mixed_")
+    dtype = dtypes.dtype_by_other_name(bare)
+    if dtype in dtypes.LOW_PRECISION:
+        # "fp16" elsewhere means mixed precision; tfamp's "float16" has float16 variables.
+        return f"; did you mean 'mixed_{dtype}'?"
+    return f"; did you mean {dtype or nearest(name, POLICY_NAMES)!r}?"
 
 
 def _normalised_layers(layers: object) -> tuple[type | str, ...]:

@@ -119,6 +119,50 @@ def test_mistakes_are_errors_that_name_key_and_cure(values, error, message):
         PrecisionConfig.from_dict(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"initial_scale_power": 16}, ["{'initial_scale': 65536.0}", "2**16"]),
+        ({"loss_scale": {"initial_scale_power": 16}}, ["'initial_scale': 65536.0", "2**16"]),
+        ({"loss_scale": {"initial_scale_power": 999}}, ["'initial_scale': 2.0**n"]),
+        ({"loss_scale": 0}, ["dynamic"]),
+        ({"loss_scale": {"loss_scale": 0}}, ["dynamic", "leave DeepSpeed's 0 out"]),
+        ({"loss_scale_window": 1000}, ["'loss_scale': {'growth_steps': 1000}"]),
+        ({"hysteresis": 2}, ["'loss_scale': {'hysteresis': 2}"]),
+        ({"min_loss_scale": 1}, ["'loss_scale': {'min_scale': 1}"]),
+        ({"fp16": {"enabled": True}}, ["'dtype': 'float16'", "'master_weights': True"]),
+        ({"bf16": {"enabled": True}}, ["'dtype': 'bfloat16'"]),
+        ({"gradient_clipping": 1.0}, ["'grad_clip': 1.0"]),
+        ({"opt_level": "O1"}, ["'level': 'O1'"]),
+        ({"keep_batchnorm_fp32": True}, ["O2 keeps BatchNormalization", "keep_float32="]),
+        ({"init_scale": 2.0}, ["'loss_scale': {'initial_scale': 2.0}"]),
+        ({"growth_interval": 7}, ["'loss_scale': {'growth_steps': 7}"]),
+        ({"growth_factor": 4.0}, ["'loss_scale': {'growth_factor': 4.0}"]),
+        ({"backoff_factor": 0.25}, ["'loss_scale': {'backoff_factor': 0.25}"]),
+        ({"loss_scale": {"max_loss_scale": 8.0}}, ["'max_scale': 8.0"]),
+        ({"enabled": False}, ["'level': 'O0'"]),
+    ],
+)
+def test_settings_of_other_systems_are_translated_with_their_values(values, words):
+    with pytest.raises(ValueError, match="loss_scale|PrecisionConfig") as error:
+        PrecisionConfig.from_dict(values)
+    message = str(error.value)
+    assert all(word in message for word in words)
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize("kept", ["(", ["head", "("], ["a["]])
+def test_an_invalid_regular_expression_is_found_when_the_configuration_is_made(kept):
+    for make in (lambda: PrecisionConfig(keep_float32=kept), lambda: from_dict(kept)):
+        with pytest.raises(ValueError, match=r"keep_float32 holds '(\(|a\[)', .* give '"):
+            make()
+    assert PrecisionConfig(keep_float32=[r"\("]).keep_float32 == (r"\(",)
+
+
+def from_dict(kept):
+    return PrecisionConfig.from_dict({"keep_float32": kept})
+
+
 @pytest.mark.parametrize("table", ["", "[tfamp]\n"])
 def test_a_toml_file_is_read(tmp_path, table):
     path = tmp_path / "precision.toml"

@@ -286,7 +286,7 @@ def test_it_never_writes_onto_its_input(model, overwrite):
 def test_what_exists_is_refused_unless_it_may_be_overwritten(model):
     dst = model.parent / "low"
     shutil.copytree(model, dst)
-    refused(model, dst, "exists; give another directory, or allow to overwrite it")
+    refused(model, dst, "exists; give another directory, or overwrite=True to replace it")
     (dst / "old").touch()
     tfamp.rewrite_saved_model(model, dst, dtype="bfloat16", overwrite=True)
     assert not (dst / "old").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 LOW_PRECISION = ("float16", "bfloat16")
@@ -47,9 +49,43 @@ def given_low_dtype(dtype: Any, others: tuple[str, ...] = ()) -> str | None:
         choices = ", ".join((*accepted, "auto"))
         bare = str(name).removeprefix("mixed_")
         is_policy = bare != name and bare in accepted
-        hint = f" That is a policy; give {bare!r}." if is_policy else ""
+        hint = f" That is a policy; give {bare!r}." if is_policy else dtype_hint(dtype, accepted)
         raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.{hint}")
     return str(name)
+
+
+# Names that other systems use -> the dtype.
+_OTHER_NAMES = {
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16", "brain_float16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "single", "float", "full"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
+
+
+def dtype_by_other_name(name: object) -> str | None:
+    """Returns the dtype that a name such as "fp16" or "half" means elsewhere; None for others.
+
+    Example:
+        >>> dtype_by_other_name("bf16"), dtype_by_other_name("torch.float16")
+        ('bfloat16', 'float16')
+    """
+    word = str(name).lower().rpartition(".")[2]
+    return word if word in FLOAT_DTYPES else _OTHER_NAMES.get(word)
+
+
+def level_hint(name: object) -> str:
+    """Returns advice, to end a message, for a level given instead of a dtype or policy."""
+    if not re.fullmatch("[oO][0-3]", str(name)):
+        return ""
+    level = str(name).upper()
+    return f' {level} is a level: use tfamp.prepare(model, optimizer, level="{level}").'
+
+
+def dtype_hint(name: object, accepted: Collection[str]) -> str:
+    """Returns advice, to end a message, for a dtype by another name, or a level; "" for others."""
+    meant = dtype_by_other_name(name)
+    return f" Did you mean {meant!r}?" if meant in accepted else level_hint(name)
 
 
 _FORMATS = {

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,6 +71,17 @@ def checked_word(name: str, value: object, words: Iterable[str]) -> str:
     return known[value.lower()]
 
 
+def checked_pattern(name: str, pattern: str) -> re.Pattern[str]:
+    """Returns a string compiled, after checking that it is a regular expression."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{name} holds {pattern!r}, which is not a regular expression: {error}. To match "
+            f"these characters, give {re.escape(pattern)!r}."
+        ) from error
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Returns the known name with the most similar spelling; "" without known names."""
     by_lower = {word.lower(): word for word in known}
@@ -78,12 +90,17 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def from_mapping(
-    kind: type[_Options], what: str, values: object, names: Mapping[str, str] | None = None
+    kind: type[_Options],
+    what: str,
+    values: object,
+    names: Mapping[str, str] | None = None,
+    advice: Callable[[str, Any], str] = lambda key, value: "",
 ) -> _Options:
     """Makes a dataclass from a dict, such as a configuration file holds.
 
     `names` maps keys to fields if they differ. An error names `what` was read, and the key that
-    is unknown, missing, or the second one for its field.
+    is unknown, missing, or the second one for its field. `advice` takes an unknown key with its
+    value and returns a sentence, or "" for a key that only looks misspelt.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
@@ -94,10 +111,9 @@ def from_mapping(
     names = names or {field.name: field.name for field in fields}
     for key in values:
         if key not in names:
-            raise ValueError(
-                f"{what} has no key {key!r}; did you mean {nearest(key, names)!r}? "
-                f"Known: {', '.join(names)}."
-            )
+            meant = advice(str(key), values[key])
+            hint = f". {meant}" if meant else f"; did you mean {nearest(key, names)!r}?"
+            raise ValueError(f"{what} has no key {key!r}{hint} Known: {', '.join(names)}.")
     arguments = {names[key]: value for key, value in values.items()}
     if len(arguments) < len(values):
         raise ValueError(f"{what} gives one value twice, under two names: {', '.join(values)}.")

@@ -146,7 +146,7 @@ def device_report() -> DeviceReport:
         >>> print(device_report().to_text())
         tfamp ...
     """
-    hardware.warn_of_unknown_variables()
+    hardware.warn_of_variables()
     machine = hardware.detect()
     build = tf.sysconfig.get_build_info()
     versions = {

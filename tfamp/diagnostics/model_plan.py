@@ -161,16 +161,18 @@ def _inputs(model: Model) -> tuple[Nest, ...]:
         structure = tensors[0] if isinstance(model, keras.Sequential) else model.input
         return (tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), structure),)
     raise ValueError(
-        f"The shapes of the inputs of {model!r} are unknown: give example_args=(x,), the "
-        "arguments of a call."
+        f"The shapes of the inputs of {model!r} are unknown. In Python give example_args=(x,), "
+        "the arguments of a call, to tfamp.diagnostics.model_report."
     )
 
 
 def _loaded(path: Path) -> Model:
+    if not path.exists():
+        raise SavedModelError(f"{path} cannot be loaded: there is no such file.")
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
             f"{path} cannot be loaded: {str(error).rstrip('.')}. Load a model with code of "
-            "its own in Python and give model_report the model."
+            "its own in Python and give it to tfamp.diagnostics.model_report(model)."
         ) from error

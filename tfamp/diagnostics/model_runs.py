@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
 from tfamp.core.kinds import Functional, Layer, Nest, Variable
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
@@ -81,8 +81,8 @@ def check_batch(x: Any) -> None:
 def check_compute_dtype(dtype: Any) -> None:
     """Raises a ValueError for an unsupported compute dtype; None, the model's, is allowed."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
-        names = ", ".join(COMPUTE_DTYPES)
-        raise ValueError(f"dtype must be one of {names} or None; got {dtype!r}.")
+        names, hint = ", ".join(COMPUTE_DTYPES), dtype_hint(dtype, COMPUTE_DTYPES)
+        raise ValueError(f"dtype must be one of {names} or None; got {dtype!r}.{hint}")
 
 
 def policies_in(model: Layer, dtype: str | None) -> list[tuple[Layer, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.foreign import advice, described
 from tfamp.core.kinds import Functional, KerasNode, Layer, Model
-from tfamp.core.options import nearest
+from tfamp.core.options import checked_pattern, nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
@@ -152,12 +151,7 @@ def _meant(layers: list[Layer], selector: Any, argument: str) -> list[Layer]:
         exact = [layer for layer in layers if selector in (layer.name, path_of(layer))]
         if exact:
             return exact
-        try:
-            pattern = re.compile(selector)
-        except re.error as error:
-            raise ValueError(
-                f"{argument} holds {selector!r}, which is not a regular expression: {error}."
-            ) from error
+        pattern = checked_pattern(argument, selector)
         return [x for x in layers if pattern.search(x.name) or pattern.search(path_of(x))]
     if isinstance(selector, type):
         return [layer for layer in layers if isinstance(layer, selector)]

@@ -21,6 +21,7 @@ from tfamp.core import options
 from tfamp.core.dtypes import given_low_dtype
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.core.options import GradClip, checked_scale
+from tfamp.levels import foreign_settings
 
 # How each level works.
 LEVELS = {
@@ -99,7 +100,7 @@ class PrecisionConfig:
             "dtype": read_dtype(self.dtype),
             "loss_scale": _read_loss_scale(self.loss_scale),
             "grad_clip": options.resolve_grad_clip(self.grad_clip),
-            "keep_float32": _as_tuple(self.keep_float32),
+            "keep_float32": _checked_selectors(self.keep_float32),
         }
         if self.master_weights is not None:
             options.checked_flag("master_weights", self.master_weights)
@@ -133,7 +134,7 @@ class PrecisionConfig:
             >>> config.loss_scale, config.grad_clip.max_norm
             (512.0, 35.0)
         """
-        return options.from_mapping(cls, "PrecisionConfig", values)
+        return options.from_mapping(cls, "PrecisionConfig", values, advice=foreign_settings.advice)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> PrecisionConfig:
@@ -262,7 +263,13 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
             )
         if "scale" in values:
             return options.from_mapping(FixedLossScale, "loss_scale", values)
-        return options.from_mapping(DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
+        return options.from_mapping(
+            DynamicLossScale,
+            "loss_scale",
+            values,
+            _DYNAMIC_NAMES,
+            foreign_settings.advice_on_loss_scale,
+        )
     if isinstance(value, str) and value.lower() in ("dynamic", "none"):
         return value.lower()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -271,10 +278,23 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
             "loss_scale must be a number, 'dynamic', 'none', a dict, a FixedLossScale or a "
             f"DynamicLossScale; got {value!r} of type {type(value).__name__}."
         )
+    if value == 0:
+        raise ValueError(
+            f"loss_scale must be positive; got {value!r}. DeepSpeed's 0 means a dynamic loss "
+            "scale: give 'dynamic'."
+        )
     return checked_scale("loss_scale", value)
 
 
-def _as_tuple(kept: Any) -> tuple[Any, ...]:
-    """Returns the values of `keep_float32`, or the single one, as a tuple."""
+def _checked_selectors(kept: Any) -> tuple[Any, ...]:
+    """Returns the values of `keep_float32`, or the single one, as a tuple.
+
+    Raises:
+        ValueError: A string is not a regular expression.
+    """
     is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
-    return (kept,) if is_single else tuple(kept)
+    selectors = (kept,) if is_single else tuple(kept)
+    for selector in selectors:
+        if isinstance(selector, str):
+            options.checked_pattern("keep_float32", selector)
+    return selectors

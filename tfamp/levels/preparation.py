@@ -267,7 +267,7 @@ def _check_model(model: Model, caller: str) -> None:
 
 
 def _config(config: Any, **arguments: Any) -> PrecisionConfig:
-    hardware.warn_of_unknown_variables()
+    hardware.warn_of_variables()
     overrides = {name: value for name, value in arguments.items() if value is not None}
     return with_arguments({} if config is None else config, overrides)
 

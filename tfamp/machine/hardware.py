@@ -59,11 +59,31 @@ _FORMAT = 6
 # Of two measurements at once one would slow the other.
 _MEASURING = threading.Lock()
 # The environment variables that tfamp reads.
-_VARIABLES = ("TFAMP_CACHE", VARIABLE)
+CACHE_VARIABLE = "TFAMP_CACHE"
+_VARIABLES = (CACHE_VARIABLE, VARIABLE)
 
 
-def warn_of_unknown_variables() -> None:
-    """Warns once per process about environment variables that only look like tfamp's."""
+def keeps_choices() -> bool:
+    """Returns whether measured choices are kept in the cache, which TFAMP_CACHE=off prevents.
+
+    Raises:
+        ValueError: TFAMP_CACHE has another value.
+    """
+    wanted = os.environ.get(CACHE_VARIABLE, "")
+    if wanted not in ("", "off"):
+        raise ValueError(f'{CACHE_VARIABLE} must be "off", or unset for the cache; got {wanted!r}.')
+    return not wanted
+
+
+def warn_of_variables() -> None:
+    """Warns about environment variables that only look like tfamp's, and values without meaning.
+
+    A value of TFAMP_PROFILE is checked where the profile is read.
+    """
+    try:
+        keeps_choices()
+    except ValueError as error:
+        warnings.warn(str(error), TfampWarning, stacklevel=1)
     for variable in os.environ:
         if variable.startswith("TFAMP_") and variable not in _VARIABLES:
             warnings.warn(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tfamp.core import spelling
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
 from tfamp.planning.ends import ends_of
@@ -173,15 +174,16 @@ def _idle_patterns(
     places = [(index.scope, node.name) for index in indexes for node in index.nodes]
     for argument, pattern, matches in chosen.patterns:
         names = ", ".join(repr(places[node][1]) for node in matches[:3])
+        shown = spelling.argument(argument)
         planned = [nodes[places[node]] for node in matches if places[node] in nodes]
         if argument == "keep_float32" and able.isdisjoint(matches):
             near = nearest_names(pattern, (chosen.names[node] for node in sorted(able)))
             hint = f" Nodes that can be {plan.dtype} are {near}." if near else ""
-            text = f"{argument}: {pattern!r} has no effect: without it, too, {names} is float32"
+            text = f"{shown}: {pattern!r} has no effect: without it, too, {names} is float32"
             yield f"{text}.{hint}"
         elif argument == "force_low" and all(node.dtype == FLOAT32 for node in planned):
             why = planned[0].reason.text if planned else "it does not hold float32"
-            yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
+            yield f"{shown}: {pattern!r} has no effect: {names} stays as it is; {why}."
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:

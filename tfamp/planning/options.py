@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core import spelling
+from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
 from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.planning import op_sets, structures
@@ -90,7 +91,8 @@ class RewriteOptions:
 
     def __post_init__(self) -> None:
         if self.dtype != structures.FLOAT32:
-            check_choice("dtype", self.dtype, LOW_PRECISION)
+            hint = dtype_hint(self.dtype, LOW_PRECISION)
+            check_choice("dtype", self.dtype, LOW_PRECISION, hint)
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("device", self.device, DEVICES)
         hint = " To measure which is the fastest, use tfamp.tune."
@@ -210,7 +212,8 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"{argument} must hold regular expressions; got {pattern!r}: {error}."
+            f"{spelling.argument(argument)} must hold regular expressions; got {pattern!r}: "
+            f"{error}."
         ) from error
 
 
@@ -347,8 +350,8 @@ def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
 def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
     near = nearest_names(pattern, names) or "'dense/MatMul'"
     return ValueError(
-        f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
-        f"such as {near}."
+        f"{spelling.argument(argument)}: no node's name matches {pattern!r}. The "
+        f"pattern is searched for in names such as {near}."
     )
 
 

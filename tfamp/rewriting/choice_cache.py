@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import types
 import warnings
@@ -38,7 +37,6 @@ from tfamp.rewriting.tune_report import TuneRow
 
 _Plain: TypeAlias = Any  # A value that JSON can hold.
 
-VARIABLE = "TFAMP_CACHE"
 # Increased when the contents of a file, or the measurement, change.
 _FORMAT = 3
 # Attributes that the time of an op does not depend on.
@@ -58,10 +56,7 @@ def choice_file(program: str, arguments: Mapping[str, Any]) -> Path | None:
         arguments: Other values that the choice depends on; their `repr` is the same in every
             process.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "off"):
-        raise ValueError(f'{VARIABLE} must be "off", or unset for the cache; got {wanted!r}.')
-    if wanted:
+    if not hardware.keeps_choices():
         return None
     facts = {
         **hardware.machine_facts(),
@@ -112,7 +107,7 @@ def keep_choice(path: Path | None, choice: Choice) -> Choice:
     fields = {name: value for name, value in choice._asdict().items() if name != "source"}
     text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in choice.rows]})
     costs = "The choice of tune cannot be kept, so the next start of the program measures again"
-    source = keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"')
+    source = keep_in_cache(path, text, costs, f'set {hardware.CACHE_VARIABLE} to "off"')
     return choice._replace(source=source)
 
 

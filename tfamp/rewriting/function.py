@@ -101,7 +101,7 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
-    hardware.warn_of_unknown_variables()
+    hardware.warn_of_variables()
     options = RewriteOptions(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,

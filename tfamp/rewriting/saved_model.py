@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.core.kinds import SavedModel
+from tfamp.core.spelling import argument
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
@@ -24,6 +25,7 @@ from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting import saved_graph
+from tfamp.rewriting.other_files import what_else_it_is
 
 # The model may run on another machine, whose op times are unknown.
 _PLACEMENT = "lists"
@@ -151,10 +153,10 @@ def required_dtype(dtype: Any) -> str:
     name = low_dtype(dtype)
     if name is None:
         _, reason = hardware.automatic_policy(hardware.detect())
+        choices = " or ".join(argument("dtype", low) for low in LOW_PRECISION)
         raise ValueError(
-            f"dtype=None takes what this machine multiplies natively, and that is float32: "
-            f"{reason}. Give dtype={' or '.join(map(repr, LOW_PRECISION))} for a model that "
-            "runs elsewhere."
+            f"{argument('dtype', None)} takes what this machine multiplies natively, and that "
+            f"is float32: {reason}. Give {choices} for a model that runs elsewhere."
         )
     return name
 
@@ -168,9 +170,10 @@ def _options(
 ) -> RewriteOptions:
     if placement == "fused" and not freeze:
         raise ValueError(
-            "placement='fused' compiles the arithmetic of the main graph, and a SavedModel "
-            "that is not frozen computes in functions: give freeze=True too, or "
-            "placement='min_cut', which is the same without compiling."
+            f"{argument('placement', 'fused')} compiles the arithmetic of the main graph, and a "
+            "SavedModel that is not frozen computes in functions: give "
+            f"{argument('freeze', True)} too, or {argument('placement', 'min_cut')}, which is "
+            "the same without compiling."
         )
     if isinstance(calibration, str | os.PathLike):
         calibration = Calibration.from_npz(calibration)
@@ -223,10 +226,8 @@ def _read(src: Path) -> SavedModel:
         SavedModelError: It is missing or broken.
     """
     path = src / _GRAPH_FILE
-    if not src.exists():
-        raise SavedModelError(f"There is no directory {src}; give the directory of a SavedModel.")
     if not path.is_file():
-        raise SavedModelError(f"{src} is not a SavedModel: it has no {_GRAPH_FILE}.")
+        raise SavedModelError(what_else_it_is(src))
     model = tf_private.saved_model_message()
     try:
         model.ParseFromString(path.read_bytes())
@@ -270,8 +271,8 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
         )
     if os.path.lexists(dst) and not overwrite:
         raise SavedModelError(
-            f"The output {dst} exists; give another directory, or allow to overwrite it "
-            "(overwrite=True)."
+            f"The output {dst} exists; give another directory, or {argument('overwrite', True)} "
+            "to replace it."
         )
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not is_empty and not (target / _GRAPH_FILE).is_file():

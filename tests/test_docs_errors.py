@@ -1,0 +1,100 @@
+"""The messages on the page of errors are those that TensorFlow, Keras and tfamp give."""
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
+if not PAGE.exists():
+    pytest.skip("the documentation is not here", allow_module_level=True)
+HALF, SINGLE = tf.ones((2, 2), tf.float16), tf.ones((2, 2))
+
+
+def large_weight():
+    layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    layers[0].kernel.assign(np.full((2, 2), 1e6))
+    tfamp.prepare(model, level="O3", dtype="float16")
+
+
+# Words of a message, on the page too -> what causes it.
+ERRORS = {
+    "cannot compute AddV2 as input #1(zero-based) was expected to be a half tensor but is a float "
+    "tensor": lambda: HALF + SINGLE,
+    "Input 'y' of 'AddV2' Op has type float32 that does not match type float16 of argument 'x'": (
+        lambda: tf.function(lambda: HALF + SINGLE)()
+    ),
+    "Input 'b' of 'MatMul' Op has type float32 that does not match type float16 of argument 'a'": (
+        lambda: tf.function(lambda: tf.matmul(HALF, SINGLE))()
+    ),
+    "Tensors in list passed to 'values' of 'ConcatV2' Op have types [float16, float32] that don't "
+    "all match": lambda: tf.function(lambda: tf.concat([HALF, SINGLE], 0))(),
+    "Tensor conversion requested dtype float32 for Tensor with dtype float16": (
+        lambda: tf.Variable(tf.ones(2)).assign(tf.ones(2, tf.float16))
+    ),
+    "Value for attr 'T' of bfloat16 is not in the list of allowed values": (
+        lambda: tf.linalg.cholesky(tf.eye(2, dtype=tf.bfloat16))
+    ),
+    "RFFT requires tf.float32 or tf.float64 inputs": lambda: tf.signal.rfft(HALF),
+    "Tensor had NaN values": lambda: tf.debugging.check_numerics(np.float32([np.nan]), "x"),
+    "Cannot convert 'fp16' to a mixed precision DTypePolicy": (
+        lambda: keras.mixed_precision.set_global_policy("fp16")
+    ),
+    "name must be one of float16, bfloat16, float32, float64, mixed_float16, mixed_bfloat16": (
+        lambda: tfamp.set_global_policy("O1")
+    ),
+    "dtype must be one of float16, bfloat16, auto": lambda: tfamp.autocast("fp16"),
+    "holds 1e+06, and float16 holds up to 65504": large_weight,
+    "is the policy of layers that Keras has quantized, and a tfamp.Policy is not quantized": (
+        lambda: tfamp.set_global_policy("int8_from_mixed_bfloat16")
+    ),
+    "PrecisionConfig has no key 'initial_scale_power'": (
+        lambda: tfamp.PrecisionConfig.from_dict({"initial_scale_power": 16})
+    ),
+    "which is not a regular expression": lambda: tfamp.PrecisionConfig(keep_float32="("),
+    "is a LossScaleOptimizer already; with a LossScaleOptimizer the loss would be scaled twice": (
+        lambda: tfamp.LossScaleOptimizer(tfamp.LossScaleOptimizer(keras.optimizers.SGD()))
+    ),
+    "The optimizer for a LossScaleOptimizer must be a keras.optimizers.Optimizer": (
+        lambda: tfamp.LossScaleOptimizer("adam")
+    ),
+    "No inf checks were recorded prior to update()": lambda: tfamp.GradScaler().update(),
+    "'LossScaleOptimizer' object has no attribute 'get_scaled_loss'": (
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()).get_scaled_loss
+    ),
+}
+
+
+def page_text():
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_the_words_of_an_error_are_on_the_page(words):
+    with pytest.raises(Exception, match=re.escape(words)):
+        ERRORS[words]()
+    assert words in page_text()
+
+
+def test_the_words_of_a_warning_are_on_the_page():
+    words = "The graph has no op that can be converted to bfloat16: it stays as it is"
+    with pytest.warns(tfamp.NothingConvertedWarning, match=words):
+        tfamp.rewrite(lambda x: x + 1, dtype="bfloat16")(SINGLE)
+    assert words in page_text()
+
+
+def test_every_section_of_the_page_has_a_message_and_a_remedy():
+    sections = re.split(r"^### ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert sections
+    for section in sections:
+        heading, _, rest = section.partition("\n")
+        _, message, remedy = rest.split("```", 2)
+        assert message.startswith("text\n"), heading
+        assert remedy.strip(), heading
