@@ -17,6 +17,7 @@ os.environ["TFAMP_PROFILE"] = "builtin"
 os.environ["TFAMP_CACHE"] = "off"
 
 import hypothesis
+import numpy as np
 import pytest
 
 import tfamp
@@ -27,6 +28,10 @@ gc.disable()  # Until all tests are collected: pytest_collection_finish.
 # How long an example takes says nothing on a machine that others use too.
 hypothesis.settings.register_profile("tfamp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("tfamp")
+
+
+# By module: the state of its RANDOM before its first test.
+_STATES = pytest.StashKey[dict[str, object]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # Before tests/gpu changes some of it.
@@ -69,6 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A slow case of a slow test, or slow on two axes at once: CI meets what it is made of.
         if len(list(item.iter_markers("slow"))) > 1:
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest) -> None:
+    """Every test draws the same from its module's RANDOM, whichever tests ran before it."""
+    generator = getattr(request.module, "RANDOM", None)
+    if isinstance(generator, np.random.Generator):
+        states = request.session.stash.setdefault(_STATES, {})
+        start = states.setdefault(request.module.__name__, generator.bit_generator.state)
+        generator.bit_generator.state = start
 
 
 @pytest.fixture
