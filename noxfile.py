@@ -2,6 +2,7 @@
 
     nox                         every row
     nox -s "compat(oldest)"     one row
+    nox -s upcoming             tf-nightly and keras-nightly, on the Python that runs nox
     nox -s kerashub             KerasHub's backbones; writes docs/kerashub.md
     nox -l                      the rows
 
@@ -10,6 +11,8 @@ Python is not installed is skipped. docs/compatibility.md says what came out.
 """
 
 from __future__ import annotations
+
+import re
 
 import nox
 
@@ -45,17 +48,8 @@ TESTS = [
 BACKEND_TESTS = ["tests/test_keras_backend.py"]
 
 
-@nox.session
-@nox.parametrize(
-    "python,row", [nox.param(python, name, id=name) for name, (python, _) in ROWS.items()]
-)
-def compat(session: nox.Session, row: str) -> None:
-    """The quick tests on one row; arguments after `--` go to pytest."""
-    _, packages = ROWS[row]
-    # One resolution for all of it: a second pip call could move what the first one chose.
-    session.install(*packages, ".[test]")
+def _quick_tests(session: nox.Session, tests: list[str]) -> None:
     session.run("python", "-m", "pip", "list", "--format=freeze", silent=False)
-    tests = BACKEND_TESTS if row in ("jax", "torch") else TESTS
     # Not python -m pytest: that puts the folder first on the path, and so the checkout before the
     # wheel.
     session.run(
@@ -65,6 +59,31 @@ def compat(session: nox.Session, row: str) -> None:
         *tests,
         env={"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
+
+
+@nox.session
+@nox.parametrize(
+    "python,row", [nox.param(python, name, id=name) for name, (python, _) in ROWS.items()]
+)
+def compat(session: nox.Session, row: str) -> None:
+    """The quick tests on one row; arguments after `--` go to pytest."""
+    _, packages = ROWS[row]
+    # One resolution for all of it: a second pip call could move what the first one chose.
+    session.install(*packages, ".[test]")
+    _quick_tests(session, BACKEND_TESTS if row in ("jax", "torch") else TESTS)
+
+
+@nox.session(default=False)
+def upcoming(session: nox.Session) -> None:
+    """The quick tests on tonight's TensorFlow and Keras; arguments after `--` go to pytest."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    released = ("keras", "tensorflow")
+    others = [name for name in wanted if re.split(r"[^\w-]", name)[0] not in released]
+    session.install("--upgrade", "tf-nightly", "keras-nightly", *others)
+    # Without the dependencies, which would install the releases over the nightly builds.
+    session.install("--no-deps", ".")
+    _quick_tests(session, TESTS)
 
 
 @nox.session(python="3.11", default=False)

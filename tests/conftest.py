@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -41,8 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("helpers.tensorflow_setup")
 
 
+def _version(name: str, nightly: str) -> str:
+    for distribution in (name, nightly):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{distribution} {importlib.metadata.version(distribution)}"
+    return f"no {name}"
+
+
 def pytest_report_header() -> str:
-    found = (f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras"))
+    found = [_version("tensorflow", "tf-nightly"), _version("keras", "keras-nightly")]
     return ", ".join([f"tfamp {tfamp.__version__} from {os.path.dirname(tfamp.__file__)}", *found])
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,25 @@ def test_every_row_is_on_the_page_with_its_versions():
         assert [cell.startswith(want) for cell, want in zip(cells, expected, strict=True)] == [
             True
         ] * 3, f"{line} is not {expected}"
+
+
+def test_the_workflow_runs_every_row_on_its_python():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.is_file():
+        pytest.skip("the source distribution has no workflows")
+    rows = re.findall(r'{row: (\w+), python: "([\d.]+)"}', workflow.read_text("utf-8"))
+    assert rows == [(row, python) for row, (python, _) in _constant("ROWS").items()]
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog():
+    notes = runpy.run_path(str(ROOT / ".ci" / "release_notes.py"))["notes"]
+    changelog = "# Changes\n\n## [1.1]\n\n- new\n\n## [1.0] - today\n\n- old\n\n[1.0]: https://x\n"
+    assert notes("v1.1", "1.1", changelog) == "- new"
+    assert notes("v1.0", "1.0", changelog) == "- old"
+    with pytest.raises(SystemExit, match=r"tag is v1\.2, and .* is 1\.1: expected v1\.1"):
+        notes("v1.2", "1.1", changelog)
+    with pytest.raises(SystemExit, match=r"no text below '## \[1\.2\]'"):
+        notes("v1.2", "1.2", changelog)
 
 
 def test_the_citation_and_the_changelog_have_the_release():

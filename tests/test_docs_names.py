@@ -90,8 +90,9 @@ THEIRS = {
 # Programs with their arguments, examples of files and of nodes, and words of Keras's messages.
 WORDS = {
     *("activate", "bash", "deploy", "docs", "install", "latest", "mike", "mkdocs", "mypy", "nox"),
-    *("pip", "pre", "commit", "pytest", "ruff", "serve", "source"),
-    *("--push", "--strict", "--update-aliases", "-e", "-n"),
+    *("pip", "pre", "commit", "pytest", "ruff", "serve", "source", "actionlint", "py", "zizmor"),
+    *("git", "origin", "push", "tag", "upcoming", "processor", "uname"),
+    *("--cov", "--offline", "--push", "--strict", "--update-aliases", "-e", "-n", "-p", "-s"),
     *("FILE.npz", "conv2d/kernel", "gate/", "gate/cond/MatMul", "gpu.json", "numerics.jsonl"),
     *("precision.toml", "SomeLayer", "iterator", "loaded", "Cannot", "Tparams"),
     *("int8_from_float32", "int8_from_mixed_bfloat16"),
