@@ -55,6 +55,13 @@ def test_dynamic_arguments_out_of_range(arguments, message):
         tfamp.DynamicLossScale(**arguments)
 
 
+@pytest.mark.parametrize("scale", [2.0, 8.0])
+def test_a_scale_may_start_at_either_of_its_bounds(scale):
+    rule = tfamp.DynamicLossScale(initial_scale=scale, min_scale=2.0, max_scale=8.0)
+    assert rule.initial_scale == scale
+    assert tfamp.DynamicLossScale(initial_scale=scale, min_scale=scale, max_scale=scale)
+
+
 @pytest.mark.parametrize("name", ["growth_steps", "hysteresis"])
 @pytest.mark.parametrize("value", [2.5, "3", True, None])
 def test_counts_must_be_whole_numbers(name, value):

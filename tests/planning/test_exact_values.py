@@ -359,3 +359,17 @@ def test_the_gradient_of_a_least_squares_solution_is_finite():
     found = tfamp.rewrite(step, dtype="bfloat16", placement="lists")(matrices)
     for one, other in zip(found, step(matrices), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_in_complex_numbers_whose_angle_nobody_takes_are_low(dtype):
+    def power(x):
+        y = hidden(x)
+        z = tf.complex(y, y)
+        return tf.tanh(tf.abs(z * z) @ W[2])
+
+    def turned(x):
+        return tf.math.real(tf.exp(tf.complex(y := hidden(x), y)))
+
+    assert dtypes(plan_of(power, X, dtype=dtype), "MatMul") == {dtype}
+    assert dtypes(plan_of(turned, X, dtype=dtype), "MatMul") == {dtype, "float32"}

@@ -89,6 +89,13 @@ def test_the_mean_of_stochastic_rounding_is_the_value(dtype, exponents):
         assert abs(ups / DRAWS - share) <= 5 * error + 2.0**-24, (value, ups / DRAWS, share)
 
 
+def test_only_beyond_the_largest_bfloat16_are_random_words_not_looked_at():
+    values = float32([0x7F7EFFFF, 0x7F7EFFFF, 0x7F7F0001, 0x7F7F7FFF])
+    given = tf.constant(np.array([0, 2**32 - 1, 2**32 - 1, 2**32 - 1], "uint32"))
+    found = tf.bitcast(rounding.stochastic(tf.constant(values), "bfloat16", given), tf.uint16)
+    assert found.numpy().tolist() == [0x7F7E, 0x7F7F, 0x7F7F, 0x7F7F]
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_what_is_representable_stays(dtype):
     bits = np.arange(2**16, dtype="uint16")

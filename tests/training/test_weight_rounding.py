@@ -382,3 +382,12 @@ def test_split_refuses_float16_and_a_built_optimizer_is_refused():
     inner.build(own)
     with pytest.raises(ValueError, match="Create a new inner optimizer"):
         tfamp.LossScaleOptimizer(inner, weight_rounding="split").build(own)
+
+
+def test_a_second_build_keeps_the_lower_halves_of_split_weights():
+    own, optimizer = trained(INNER["SGD"], steps=1, how="eager", weight_rounding="split")
+    before = [variable.numpy() for variable in optimizer.variables]
+    optimizer.build(own)
+    assert len(optimizer.variables) == len(before)
+    for variable, kept in zip(optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), kept)
