@@ -9,7 +9,6 @@ float32.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import warnings
@@ -23,7 +22,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.foreign import described
-from tfamp.core.kinds import Function, Layer, Model, Nest, Optimizer, Tensor
+from tfamp.core.kinds import Layer, Model, Optimizer
 from tfamp.core.loss_scale import LossScale
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
@@ -35,24 +34,15 @@ from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, p
 from tfamp.layers.records import WeakMap
 from tfamp.levels import level_assignments, model_structure, prepared_optimizer
 from tfamp.levels.effective_level import EffectiveLevel, effective_level
+from tfamp.levels.measured_level import measured_level
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.model_structure import computing_layers_of, select
 from tfamp.levels.precision_config import PrecisionConfig, with_arguments
 from tfamp.levels.precision_settings import PrecisionSettings, settings_of
-from tfamp.levels.rewritten_steps import (
-    Rewrite,
-    keep_in_float32,
-    rewrite_steps_of,
-    step_options,
-)
+from tfamp.levels.rewritten_steps import Rewrite, rewrite_steps_of, step_options
 from tfamp.machine import hardware
-from tfamp.planning.structures import FLOAT32
 from tfamp.policy import Policy, prepares_data
-from tfamp.rewriting import tuning
-from tfamp.rewriting.choice_cache import keras_program
-from tfamp.rewriting.measured_runs import FUSED, Candidate
-from tfamp.rewriting.tune_report import TuneReport, time_text
-from tfamp.training.scaling import build_optimizer
+from tfamp.rewriting.measured_runs import FUSED
 
 
 class _Default(str):
@@ -209,7 +199,8 @@ def prepare(
     effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
     kept = tuple(select(layers_of(model)[1:], checked_config.keep_float32, "keep_float32"))
     if example_batch is not None:
-        effective = _measured_level(model, effective, kept, example_batch)
+        _check_stored_in_float32(model, checked_config)
+        effective = measured_level(model, effective, kept, example_batch, _put_level_on)
     if effective.warning is not None:
         warnings.warn(effective.warning, TfampWarning, stacklevel=level_of_user())
     record = _prepared.get(model)
@@ -278,6 +269,16 @@ def _stores_low(model: Model) -> bool:
     if record is not None:
         return record.level.low_weights
     return level_assignments.default_policy(model) in LOW_PRECISION
+
+
+def _check_stored_in_float32(model: Model, config: PrecisionConfig) -> None:
+    """Refuses to measure weights that are, or would be, stored in low precision."""
+    is_low = config.master_weights or config.weight_rounding or _stores_low(model)
+    if config.level == "auto" and is_low:
+        raise ValueError(
+            "Weights stored in low precision are not measured: leave example_batch out, or "
+            f"lead {model.name} back with prepare(model, level='O0') first."
+        )
 
 
 def _level_in_place(model: Model, level: EffectiveLevel, kept: tuple[Layer, ...]) -> None:
@@ -470,128 +471,3 @@ def _manage_as(
     if not model_structure.is_graph(new_model):
         # Its outermost call returns float32.
         manage(new_model, policy, assignment_under(new_model, policy, "level"))
-
-
-# ---- Level "auto" by measurement -------------------------------------------------------------
-
-
-def _measured_level(
-    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], batch: Nest
-) -> EffectiveLevel:
-    """Returns the fastest level for a model, measured on a batch; leaves the model as before.
-
-    `level` is the device's default.
-    """
-    config = level.config
-    _check_measurable(model, config, batch)
-    if config.dtype == FLOAT32:
-        return level
-    low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
-    options = step_options(low.dtype, low.config.rewrite_placement)
-    placements = (config.placement,) if config.placement else tuning.CANDIDATES
-    data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
-    with contextlib.ExitStack() as undo:
-        undo.callback(level_assignments.note_state(model))
-        chosen = level_assignments.take_back(model, keep_by_hand=True)
-        model_structure.correct_symbolic_dtypes(model)
-        program = keras_program(model, data)
-        step = _as_fit_traces(model, model.train_step)
-        candidates = tuning.candidates_of(step, options, placements)
-        if level.level == "O2":
-            mixed_step = _as_fit_traces(model, _mixed_step(model, level, kept, chosen))
-            candidates.append(Candidate("O2", mixed_step))
-        kept_ids = {id(layer) for layer in kept}
-        with keep_in_float32(kept):
-            report = tuning.compare_candidates(
-                candidates,
-                (data,),
-                name=model.name,
-                dtype=low.dtype,
-                # By position, as another process has other ids.
-                kept=[[id(x) in kept_ids, id(x) in chosen] for x in layers_of(model)],
-                program=program,
-                before=functools.partial(build_optimizer, model),
-            )
-    return _fastest_level(report, config)
-
-
-def _check_measurable(model: Model, config: PrecisionConfig, batch: Any) -> None:
-    """Raises a ValueError or TypeError unless a train step can be measured on a batch."""
-    if config.level != "auto":
-        raise ValueError(
-            f"example_batch is what level='auto' is measured on; level is {config.level!r}. "
-            "Leave example_batch out, or give level='auto'."
-        )
-    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
-        raise TypeError(
-            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, "
-            f"sample_weight); got {type(batch).__name__}. Of a dataset give "
-            "next(iter(dataset))."
-        )
-    for name, part in zip(("x", "y", "sample_weight"), batch, strict=False):
-        for leaf in keras.tree.flatten(part):
-            if leaf is not None and not _has_values(leaf):
-                raise TypeError(
-                    "example_batch must hold arrays or tensors with values, as fit takes them; "
-                    f"{name} holds {described(leaf)} Make arrays of lists with np.array, and "
-                    "give a batch of data instead of specs and symbolic tensors."
-                )
-    if config.master_weights or config.weight_rounding or _stores_low(model):
-        raise ValueError(
-            "Weights stored in low precision are not measured: leave example_batch out, or "
-            f"lead {model.name} back with prepare(model, level='O0') first."
-        )
-    if not model.compiled:
-        raise ValueError(
-            f"{model.name} is not compiled, so that it has no train step to measure: call "
-            "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
-        )
-
-
-def _has_values(leaf: Any) -> bool:
-    """Whether a leaf of a batch is an array or a tensor, other than a symbolic one."""
-    is_symbolic = isinstance(leaf, keras.KerasTensor) or tf.is_symbolic_tensor(leaf)
-    return not is_symbolic and (hasattr(leaf, "__array__") or tf.is_tensor(leaf))
-
-
-def _mixed_step(
-    model: Model, level: EffectiveLevel, kept: tuple[Layer, ...], chosen: Iterable[int]
-) -> Function:
-    """The train step of a float32 model as at level O2; a trace leaves the model as before."""
-
-    def step(data: Nest) -> Nest:
-        with contextlib.ExitStack() as undo:
-            undo.callback(level_assignments.note_state(model))
-            _put_level_on(model, level, kept, chosen)
-            return model.train_step(data)
-
-    return step
-
-
-def _fastest_level(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
-    fastest = report.chosen
-    name = {FLOAT32: "O0", "O2": "O2"}.get(fastest.candidate, "O1")
-    placement = fastest.candidate if name == "O1" else None
-    concrete = dataclasses.replace(config, level=name, placement=placement)
-    level = effective_level(concrete, hardware.detect())
-    times = time_text(fastest.seconds)
-    if name != "O0":
-        float32_time = time_text(report.rows[0].seconds)
-        times += f" ({fastest.candidate}), and {float32_time} in float32"
-    how = f"the fastest on the example batch ({report.source})"
-    reason = f"level: auto is {name}, {how}: a step takes {times}."
-    # Measured, so a warning about a guess does not apply.
-    return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
-
-
-def _as_fit_traces(model: Model, step: Function) -> Function:
-    """Returns a train step of a compiled model as `fit` traces it."""
-    return tf.function(step, autograph=False, jit_compile=model.jit_compile or None)
-
-
-def _as_fit_gives(value: Any) -> Tensor | None:
-    """Returns an array as a tensor, floats in Keras's default dtype."""
-    if value is None:
-        return None
-    tensor = tf.convert_to_tensor(value)
-    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
