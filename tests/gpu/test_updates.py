@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from helpers.acceptance_updates import ROUNDED, RULES, difference, rounded_bits
 from helpers.cases import first_of
-from tfamp.training.rounding import nearest
+from tfamp.training.rounding import joined, nearest, split
 
 pytestmark = pytest.mark.gpu
 # Momentum on an H100: 1.3e-6, by a sum of products that rounds once.
@@ -57,6 +57,42 @@ def test_nearest(device, check, dtype, how):
     with tf.device(device.name):
         found = functions[how](tf.identity(value)).numpy()
     check("share of other bits", float((found != expected).mean()), equals=0.0)
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+def test_split(device, check, how):
+    """A float32 weight is split into two parts with a CPU's bits, stored in place and joined."""
+    device.needs("bfloat16")
+    value = tf.random.stateless_normal((1024, 1024), (1, 2))
+
+    def both_bits(value):
+        weight, rest = split(value)
+        return tf.bitcast(weight, tf.uint16), tf.bitcast(rest, tf.uint16)
+
+    with tf.device("CPU:0"):
+        expected = [bits.numpy() for bits in both_bits(tf.identity(value))]
+    with tf.device(device.name):
+        weight, rest = (tf.Variable(part) for part in split(tf.zeros(value.shape)))
+
+        def add():
+            """Updates both parts from both, as an optimizer does."""
+            for variable, part in zip(
+                (weight, rest), split(joined(weight, rest) + value), strict=True
+            ):
+                variable.assign(part)
+
+        options = {"autograph": False, "jit_compile": how == "jit"}
+        wrap = (lambda f: f) if how == "eager" else (lambda f: tf.function(f, **options))
+        found = wrap(both_bits)(tf.identity(value))
+        wrap(add)()
+        stored = both_bits(joined(weight, rest))
+        back = joined(*split(tf.identity(value)))
+    for part, bits, wanted in zip(("weight", "rest"), found, expected, strict=True):
+        check(f"share of other bits, {part}", float((bits.numpy() != wanted).mean()), equals=0.0)
+    for part, bits, wanted in zip(("weight", "rest"), stored, expected, strict=True):
+        different = float((bits.numpy() != wanted).mean())
+        check(f"share of other bits, stored {part}", different, equals=0.0)
+    check("share of other values joined", float((back.numpy() != value.numpy()).mean()), equals=0.0)
 
 
 @OPTIMIZERS
