@@ -28,6 +28,35 @@ def test_version_and_help(capsys):
     assert "doctor" in capsys.readouterr().out
 
 
+def test_a_dtype_by_another_name_is_suggested(capsys):
+    assert main(["rewrite", "src", "dst", "--dtype", "fp16"]) == 2
+    assert "did you mean 'float16'" in capsys.readouterr().err
+    assert main(["doctor", "--dtype", "int8"]) == 2
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_and_an_output_without_a_name_are_named(tmp_path, capsys):
+    saved_models.module(tmp_path / "source")
+    source, new = str(tmp_path / "source"), str(tmp_path / "new")
+    calibrated = ["rewrite", source, new, "--dtype", "float16", "--calibrate", "none.npz"]
+    assert main(calibrated) == 1
+    assert capsys.readouterr().err.endswith("error: none.npz: No such file or directory\n")
+    assert main(["rewrite", source, "", "--dtype", "float16"]) == 1
+    assert "The output has no name" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reader_that_has_enough_ends_a_command_silently():
+    program = "import os, sys; from tfamp.cli import main; sys.exit(main(['--version']))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert not done.stderr
+    # Without a buffer argparse itself meets the closed pipe, and ignores it.
+    assert done.returncode in (0, 128 + signal.SIGPIPE)
+
+
 def test_doctor_tells_versions_policy_and_reason(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

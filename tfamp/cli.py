@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tfamp
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, dtype_by_other_name
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.spelling import spelled_by
 
@@ -44,6 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # The reader, such as `head`, has what it wants.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         args = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed help or an error
         return stop.code if isinstance(stop.code, int) else 2
@@ -52,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _quiet_process(), spelled_by(functools.partial(_as_flag, args)):
             return int(args.run(args))
-    except (ImportError, OSError, TfampError, ValueError) as error:
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"tfamp: error: {reason}", file=sys.stderr)
+    except (ImportError, TfampError, ValueError) as error:
         print(f"tfamp: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("tfamp: error: interrupted; nothing was written", file=sys.stderr)
@@ -98,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "low dtype to compute in; auto, the default: what this machine multiplies natively"
     dtypes = (*LOW_PRECISION, "auto")
     for command in (doctor, rewrite):
-        command.add_argument("--dtype", choices=dtypes, default="auto", help=text)
+        command.add_argument("--dtype", type=_dtype, choices=dtypes, default="auto", help=text)
     return parser
 
 
@@ -109,6 +124,14 @@ def _as_flag(args: argparse.Namespace, name: str, values: tuple[object, ...]) ->
     flag = f"--{name.replace('_', '-')}"
     words = ["auto" if value is None else str(value) for value in values if value is not True]
     return " ".join((flag, *map(shlex.quote, words)))
+
+
+def _dtype(text: str) -> str:
+    """A dtype's name; other words are left to the parser, which lists the choices."""
+    meant = dtype_by_other_name(text)
+    if text not in LOW_PRECISION and meant in LOW_PRECISION:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a choice; did you mean {meant!r}?")
+    return text
 
 
 def _report_path(text: str) -> Path:

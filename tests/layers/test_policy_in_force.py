@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -330,3 +332,47 @@ def test_hooks_are_in_place_exactly_while_a_mixed_policy_is():
         assert constructors.users  # other threads are under the mixed policy
     tfamp.set_global_policy("float32")
     assert keras.layers.Layer.__init__ is original
+
+
+# ---- A model that was built before ---------------------------------------------------------------
+
+
+def compiled(dtype=None):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, dtype=dtype), keras.layers.Dense(1)]
+    )
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    return model
+
+
+def warnings_of_fit(model):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    return [x for x in found if issubclass(x.category, tfamp.NothingConvertedWarning)]
+
+
+def test_a_model_built_before_the_policy_was_set_is_named_once():
+    model = compiled()
+    with tfamp.policy_scope("mixed_bfloat16"):
+        (found,) = warnings_of_fit(model)
+        assert not warnings_of_fit(model)
+    assert model.name in str(found.message)
+    assert "mixed_bfloat16" in str(found.message)
+    assert "prepare" in str(found.message)
+    assert found.filename == __file__
+    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+
+
+def test_a_model_of_the_policy_or_of_a_level_or_with_low_layers_is_not():
+    with tfamp.policy_scope("mixed_bfloat16"):
+        models = [compiled(), compiled()]
+    models += [compiled("bfloat16"), tfamp.prepare(compiled(), level="O1", dtype="bfloat16")[0]]
+    with tfamp.policy_scope("mixed_bfloat16"):
+        # All layers make outputs: float32 by the policy.
+        output = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        output.compile("sgd", "mse")
+        for model in [*models, output]:
+            assert not warnings_of_fit(model)
+    with tfamp.policy_scope("float32"):
+        assert not warnings_of_fit(compiled())

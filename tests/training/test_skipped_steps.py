@@ -296,5 +296,6 @@ def test_the_optimizers_in_attributes_of_a_model_are_watched():
 
     model, (x, y) = Two(), data(3)
     model.compile()
-    with pytest.warns(tfamp.TfampWarning, match="own has updated nothing in this fit"):
+    # As the first steps are often skipped, and these are three.
+    with pytest.warns(tfamp.TfampWarning, match="own has updated nothing in this fit.*train for"):
         model.fit(x, y * np.nan, batch_size=8, verbose=0)

@@ -10,6 +10,7 @@ all Keras does.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from typing import Any, TypeVar
 
 import keras
 
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.foreign import described
-from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method
+from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
-from tfamp.interop.patching import Patch
+from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
 from tfamp.layers import model_calls
+from tfamp.layers.assignment import assignments
+from tfamp.layers.records import WeakMap
 from tfamp.policy import POLICY_NAMES, Policy
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
@@ -277,5 +282,25 @@ def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: 
     model_calls.manage_functional(model)
 
 
+def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
+    """Calls `fit`; warns once of a model that was built before the policy was set."""
+    level = _level_in_force()
+    if level is not None and level.policy.is_mixed and not _warned_of.get(model):
+        layers = keras_hooks.layers_of(model)
+        is_touched = any(wrapped_methods(layer) or assignments.get(layer) for layer in layers)
+        is_low = any(layer.compute_dtype in LOW_PRECISION for layer in layers)
+        if model.built and not is_touched and not is_low:
+            _warned_of.set(model, True)
+            warnings.warn(
+                f"{model.name} was built before the policy {level.policy.name!r} was set, so it "
+                "trains in float32: a policy is for layers that are made later. Set the policy "
+                "first, or convert the model with tfamp.prepare(model).",
+                NothingConvertedWarning,
+                stacklevel=level_of_user(),
+            )
+    return original(model, *args, **kwargs)
+
+
+_warned_of: WeakMap[bool] = WeakMap()
 policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
-constructors = Patch(layer_init=_layer_init, functional_init=_functional_init)
+constructors = Patch(layer_init=_layer_init, functional_init=_functional_init, fit=_fit)

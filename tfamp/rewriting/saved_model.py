@@ -261,6 +261,8 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
     Raises:
         SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.
     """
+    if not dst.name:
+        raise SavedModelError("The output has no name; give a new directory to write to.")
     source, target = src.resolve(), dst.resolve()
     if source == target or (target.exists() and source.samefile(target)):
         raise SavedModelError(f"The output {dst} is the input {src}; give another directory.")

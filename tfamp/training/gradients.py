@@ -313,9 +313,11 @@ def check_gradients(gradients: Sequence[Tensor], variables: Sequence[Variable]) 
         )
     if all(gradient is None for gradient in gradients):
         names = ", ".join(variable_name(v) for v in variables[:3])
+        names += ", ..." if len(variables) > 3 else ""
         raise ValueError(
             f"There is nothing to apply: no gradient was given for any of {len(variables)} "
-            f"variables ({names}). Was the loss computed under the tape, from these variables?"
+            f"variables ({names}). Were the loss and its scaling, such as get_scaled_loss, "
+            "computed inside `with tape:`, from these variables?"
         )
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None:

@@ -155,13 +155,21 @@ def _warn_of_fit(optimizer: Optimizer, skipped: int) -> None:
     if not (watch.warned_of_many or watch.warned_of_fit):
         watch.warned_of_fit = True
         steps = "1 step" if skipped == 1 else f"{skipped} steps"
-        _warn(optimizer, f"has updated nothing in this fit and skipped {steps}")
+        normal = (
+            "The first steps in float16 are often skipped while the scale falls: train for more "
+            f"steps. After {_MANY} in a row the scale is not the cause: then "
+        )
+        what = f"has updated nothing in this fit and skipped {steps}"
+        _warn(optimizer, what, normal if skipped < _MANY else _LEARNS_NOTHING)
 
 
-def _warn(optimizer: Optimizer, what: str) -> None:
+_LEARNS_NOTHING = "The model learns nothing. "
+
+
+def _warn(optimizer: Optimizer, what: str, then: str = _LEARNS_NOTHING) -> None:
     warnings.warn(
         f"{optimizer.name} {what}, as their gradients were not finite; its loss scale is "
-        f"{float(as_tensor(optimizer.dynamic_scale)):g}. The model learns nothing. "
+        f"{float(as_tensor(optimizer.dynamic_scale)):g}. {then}"
         "tfamp.diagnostics.find_nonfinite(model_or_step, x, y) on one batch finds the op at "
         "fault, or the inputs that are out of range, and what to change.",
         TfampWarning,
