@@ -42,6 +42,10 @@ _HOW_TO_MEASURE = (
 )
 
 
+# Ops that hold or pass on values, which take no time of their own in a model that runs.
+_STORING = FREE_OPS | {"AssignVariableOp", "VarHandleOp"}
+
+
 class KeptOps(NamedTuple):
     """Ops of one type that stay float32 by one rule, with the first op's reason."""
 
@@ -74,7 +78,7 @@ class ModelReport:
         """Ops that take time and stay float32, in order of falling estimated time."""
         groups: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
         for node in self.plan.nodes:
-            if node.dtype != self.plan.dtype and node.op not in FREE_OPS:
+            if node.dtype != self.plan.dtype and node.op not in _STORING:
                 groups[node.op, node.reason.rule].append(node)
         groups_by_time = sorted(groups.values(), key=_time_of, reverse=True)
         return tuple(
@@ -84,8 +88,13 @@ class ModelReport:
     def to_text(self) -> str:
         """Returns the report as lines for people."""
         totals = self.plan.summary
-        low = f"{totals.low_nodes} of {totals.nodes} float nodes in {self.plan.dtype}"
-        facts = [("model", self.source), ("plan", f"{low}, {totals.casts} Casts")]
+        computing = [node for node in self.plan.nodes if node.op not in _STORING]
+        low = sum(node.dtype == self.plan.dtype for node in computing)
+        plan = (
+            f"{low} of {len(computing)} float ops that compute are in {self.plan.dtype}; "
+            f"{totals.low_nodes} of {totals.nodes} float nodes in all, {totals.casts} Casts"
+        )
+        facts = [("model", self.source), ("plan", plan)]
         kept = [f"  {row.nodes:4d} {row.op}: {row.reason}" for row in self.float32_ops]
         heading = ["", "stays float32"] if kept else []
         lines = table_lines([*facts, ("measure", _HOW_TO_MEASURE)])
