@@ -593,3 +593,16 @@ def test_any_graph_and_any_outputs(steps, picks):
         # What the tensors in between say is what they are.
         inner = keras.Function(tensors[0], tensors[1:])
         assert flat_dtypes(inner(x)) == flat_dtypes(tensors[1:])
+
+
+def test_a_dtype_set_by_hand_stays_when_the_layer_becomes_an_interior_one():
+    with tfamp.policy_scope("mixed_float16"):
+        x = keras.Input((4,))
+        layer = layers.Dense(4)
+        outputs = layer(x)
+        keras.Model(x, outputs)
+        assert layer.compute_dtype == "float32"
+        layer.dtype_policy = "bfloat16"
+        model = keras.Model(x, layers.Dense(2)(outputs))
+    assert layer.compute_dtype == "bfloat16"
+    assert model(np.ones((2, 4), "float32")).dtype == "float32"

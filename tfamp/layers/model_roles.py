@@ -274,7 +274,9 @@ def _follow_places(layer: Layer) -> None:
 
     A layer quantized to int8 meanwhile stays float32 if its policy is float16.
     """
-    places = places_of(layer)
+    places, assignment = places_of(layer), assignments.get(layer)
+    if assignment is None or float_policy(layer) != assignment.policy_name:
+        return  # a user has set its dtype since
     # Raising an interior layer would slow down the other model: this one gets a cast.
     makes_only_outputs = bool(places.output_of) and not places.interior_of
     if bool(places.raised) == makes_only_outputs:
