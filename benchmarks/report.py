@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -32,19 +33,23 @@ def overview(run: Run) -> Table:
     ]
     headers = ("times as fast as float32", *(each.workload for each in run.workloads))
     machine = ", ".join(f"{name} {value}" for name, value in run.machine.items())
-    notes = (f"Machine: {machine}.", *_not_measured(run))
+    systems = {each.title: (name,) for name, each in (SYSTEMS | {CONTROL.name: CONTROL}).items()}
+    notes = (f"Machine: {machine}.", *_not_measured(run, systems))
     return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=notes)
 
 
-def _not_measured(run: Run) -> tuple[str, ...]:
-    """A sentence for each reason and the systems that it stops on the same workloads."""
-    titles = {name: each.title for name, each in SYSTEMS.items()} | {CONTROL.name: CONTROL.title}
+def _not_measured(run: Run, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """A sentence for each reason and the columns that it leaves empty on the same workloads."""
     found: dict[tuple[str, str], list[str]] = {}
     for each in run.workloads:
-        systems: dict[str, list[str]] = {}
-        for name, reason in each.skipped.items():
-            systems.setdefault(reason.rstrip("."), []).append(titles[name])
-        for reason, stopped in systems.items():
+        empty: dict[str, list[str]] = {}
+        for title, systems in columns.items():
+            if any(name in each.systems for name in systems):
+                continue
+            reasons = (each.skipped[name].rstrip(".") for name in systems if name in each.skipped)
+            for reason in dict.fromkeys(reasons):
+                empty.setdefault(reason, []).append(title)
+        for reason, stopped in empty.items():
             found.setdefault((" and ".join(stopped), reason), []).append(each.workload)
     return tuple(
         f"Not measured: {stopped} on {', '.join(workloads)}: {reason}."
@@ -228,7 +233,7 @@ def by_model(run: Run) -> Table:
         rows.append(("geometric mean", "", *means))
     machine = ", ".join(f"{name} {value}" for name, value in run.machine.items())
     headers = ("model", "float32, ms", *columns)
-    notes = (f"Machine: {machine}.",)
+    notes = (f"Machine: {machine}.", *_not_measured(run, columns))
     return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=notes)
 
 

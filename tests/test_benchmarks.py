@@ -166,6 +166,10 @@ def test_a_page_has_a_row_for_each_model_and_the_fastest_of_several_ways():
     table = report.by_model(run)
     assert table.headers[-1] == "tfamp.tune"
     assert table.rows[-1] == ("geometric mean", "", "1.00", "4.00", "4.00")
+    without = {name: each for name, each in mlp.systems.items() if name != "torch_autocast"}
+    run.workloads.append(dataclasses.replace(mlp, workload="vit", systems=without))
+    *_, note = report.by_model(run).notes
+    assert note == "Not measured: PyTorch's best on vit: PyTorch is not installed."
 
 
 @pytest.mark.parametrize("name", ["", "today"])
