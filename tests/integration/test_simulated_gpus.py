@@ -68,7 +68,7 @@ def rnn_dtypes(graph_def):
 
 @pytest.mark.filterwarnings("ignore:This CPU:tfamp.TfampWarning")
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+@pytest.mark.parametrize("layer", first_of([layers.LSTM, layers.GRU]))
 def test_lstm_and_gru_are_cudnns_but_in_bfloat16(layer, low, with_gpu):
     x = tf.TensorSpec((2, 6, 8))
     dtype = {"float16": "float16", "bfloat16": "float32"}[low]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_of_each
 from helpers.graph_asserts import branches, op_dtypes, op_numbers
 from helpers.replicas import per_replica
 from helpers.training import assert_identical, assert_same_values, data, small_model, snapshot
@@ -235,7 +235,7 @@ def test_update_takes_a_new_scale(mode):
 # ---- Unscaling ------------------------------------------------------------------------------
 
 
-@IN_EVERY_MODE
+@pytest.mark.parametrize("mode", first_of(MODES.values()), ids=MODES)
 def test_clipping_between_unscale_and_step(mode):
     weight, optimizer, scaler = one_weight()
 
@@ -288,7 +288,7 @@ def test_scaling_in_float32_and_of_nests():
         scaler.scale([tf.constant(1)])
 
 
-@IN_EVERY_MODE
+@pytest.mark.parametrize("mode", first_of(MODES.values()), ids=MODES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_minimize(mode, dtype):
     weight, optimizer = keras.Variable(3.0), keras.optimizers.SGD(0.25)
@@ -530,7 +530,7 @@ def distributed_step(strategy, scaler, model, optimizer, unscale, update_inside)
 
 
 @pytest.mark.parametrize(
-    ("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3, quick=2)
+    ("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3, quick=1)
 )
 def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_inside):
     with two_replicas.scope():
