@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers.cases import first_of, one_in, one_of_each
+from helpers.cases import first_of, one_in, one_of_each, tiers
 from helpers.optimizers import plain_optimizers
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 from tfamp.core.loss_scale import initial_state, next_state
@@ -195,9 +195,10 @@ def test_accumulation_over_several_backward_passes():
     np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
 
 
-@pytest.mark.parametrize("again", ["inputs", "outputs"])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("traced", "sparse", "again"),
+    one_in(3, itertools.product([False, True], [False, True], ["inputs", "outputs"])),
+)
 def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
     _, optimizer = one_weight()
 
@@ -211,6 +212,7 @@ def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
         (tf.function(step) if traced else step)(tf.ones((1, 2)))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans())
 def test_state_follows_the_rule_on_random_histories(history, unscale):
@@ -298,7 +300,7 @@ def test_a_float16_loss_is_scaled_in_float32_by_a_scale_that_is_not_baked_into_t
 
 
 @pytest.mark.parametrize(
-    ("with_tape", "traced"), one_in(3, itertools.product([False, True], [False, True]))
+    ("with_tape", "traced"), tiers([(False, False), (True, False)], [(False, True), (True, True)])
 )
 def test_minimize(traced, with_tape):
     def step():

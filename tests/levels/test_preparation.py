@@ -453,7 +453,7 @@ def _without_config():
     [
         *tiers([], [(_stubborn, {"level": "O2"}, r"keep_float32=\['stubborn'\]")]),
         (_overflowing, {"level": "O3"}, "holds 100000, and float16 holds up to 65504"),
-        (_without_config, {"level": "O3"}, "no configuration"),
+        *tiers([], [(_without_config, {"level": "O3"}, "no configuration")]),
     ],
 )
 def test_where_it_raises_nothing_has_changed(make, arguments, message):

@@ -170,7 +170,7 @@ def test_sizes_of_tensors_are_no_data():
     assert dtypes(plan_of(scaled, X), "RealDiv") == {"bfloat16"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(reversed(DTYPES)))
 def test_gradients_of_biases_do_not_make_those_of_activations_float32(dtype):
     bias = tf.Variable(tf.zeros(16))
 
@@ -255,7 +255,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "dtype"), one_of_each(MASKED, PLACEMENTS, DTYPES, quick=3)
+    ("name", "placement", "dtype"), one_of_each(MASKED, PLACEMENTS, DTYPES, quick=2)
 )
 def test_masks_stay_finite_forwards_and_backwards(name, placement, dtype):
     def attend(s, kept):
@@ -294,7 +294,7 @@ def test_masks_stay_finite_under_autocast(dtype):
     assert {product.dtype.name for product in products} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
 def test_a_softmax_behind_a_choice_of_constants_stays_low(dtype):
     plan = plan_of(
         lambda s, kept: tf.nn.softmax(chosen(s @ W[0], kept, LARGE[dtype][0])) @ W[1],
@@ -363,7 +363,7 @@ def test_the_gradient_of_a_least_squares_solution_is_finite():
         np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
 def test_products_in_complex_numbers_whose_angle_nobody_takes_are_low(dtype):
     def power(x):
         y = hidden(x)

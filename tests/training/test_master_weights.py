@@ -50,7 +50,7 @@ def assert_rounded(variables, masters):
         assert tf.reduce_all(tf.abs(stored - exact) == tf.abs(nearest - exact)), variable.path
 
 
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", first_of(reversed(LOW)))
 def test_updates_below_half_a_spacing_add_up(dtype):
     weight = keras.Variable(np.ones(3), dtype=dtype)
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), master_weights=True)

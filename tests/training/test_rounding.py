@@ -152,6 +152,7 @@ def test_the_random_words_are_uniform_and_differ_by_step_and_tensor():
     assert np.abs(following).max() < 5 / 2**8
 
 
+@pytest.mark.slow
 def test_split_rebuilds_every_lower_half_of_every_exponent():
     upper = np.concatenate([np.arange(256) << 7, (np.arange(256) << 7) + 127, [0x3F81, 0xBF82]])
     bits = ((upper[:, None].astype("uint32") << 16) + np.arange(2**16, dtype="uint32")).ravel()
