@@ -18,7 +18,7 @@ from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
 
 pytestmark = pytest.mark.usefixtures("low")
-RANKS = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
+RANKS = {4: (4, 3, 5, 8), 3: (4, 6, 8), 2: (24, 8), 5: (2, 3, 2, 4, 8)}
 
 
 def sample(shape, dtype="float32", *, center=2.0, spread=3.0, seed=0):
@@ -85,7 +85,7 @@ def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **op
     )
 
 
-@pytest.mark.parametrize(("rank", "training"), one_of_each([4, 3, 2, 5], [True, False], quick=1))
+@pytest.mark.parametrize(("rank", "training"), one_of_each(RANKS, [True, False], quick=1))
 def test_one_step_is_keras_own(low, rank, training):
     ours, keras_own, x, dy = step_of(RANKS[rank], low, momentum=0.7)
     assert_fused(lambda: step(ours, x, dy, training), dtype=low, gradient=True)
