@@ -354,6 +354,7 @@ class LateHere(WorkerHere):
         return super().read(end)
 
 
+@pytest.mark.slow
 def test_a_system_that_compiles_for_too_long_is_left_out_and_the_others_are_timed(monkeypatch):
     monkeypatch.setattr(interleaved, "WorkerProcess", LateHere)
     options = Options("bfloat16", 2, size="small", end=time.monotonic() + 60)

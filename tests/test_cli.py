@@ -101,6 +101,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_1(error, monkeypatch, cap
     assert capsys.readouterr().err == f"tfamp: error: {error}\n"
 
 
+@pytest.mark.slow
 def test_python_m_tfamp_exits_with_the_code_of_main():
     def run(*arguments):
         return subprocess.run(

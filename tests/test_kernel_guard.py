@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import execute
 
 import tfamp
+from helpers.cases import first_of
 from helpers.graph_asserts import graph_op_dtypes
 from tfamp import kernel_guard
 
@@ -22,7 +23,7 @@ ROWS = 16384
 DTYPES = ["float16", "bfloat16"]
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=first_of(DTYPES))
 def low(request):
     return request.param
 

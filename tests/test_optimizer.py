@@ -1,5 +1,7 @@
 """LossScaleOptimizer: one contract for every Keras optimizer, and who unscales."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_in, one_of_each, tiers
 from helpers.optimizers import plain_optimizers
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 from tfamp.core.loss_scale import initial_state, next_state
@@ -52,7 +54,7 @@ def plain_step(model, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "traced", "unscale"), one_of_each(OPTIMIZERS, [False, True], [False, True], quick=4)
+    ("name", "traced", "unscale"), one_of_each(OPTIMIZERS, [False, True], [False, True], quick=1)
 )
 def test_finite_steps_equal_the_inner_optimizers(name, traced, unscale):
     """And a skipped one moves nothing."""
@@ -110,8 +112,9 @@ def test_apply_does_not_unscale_again_without_unscaled_false():
     np.testing.assert_array_equal(weight.numpy(), [0.0, 0.0])
 
 
-@pytest.mark.parametrize("unscale_traced", [False, True])
-@pytest.mark.parametrize("apply_traced", [False, True])
+@pytest.mark.parametrize(
+    ("apply_traced", "unscale_traced"), one_in(3, itertools.product([False, True], [False, True]))
+)
 def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
     weight, optimizer = one_weight()
     same = scaled(0.25, 0.25)[0]
@@ -133,7 +136,7 @@ def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
     np.testing.assert_array_equal(weight.numpy(), [0.125, 0.0])
 
 
-@pytest.mark.parametrize("traced", ["nothing", "both", "the step"])
+@pytest.mark.parametrize("traced", first_of(["nothing", "both", "the step"]))
 def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step(traced):
     weight, optimizer = one_weight()
 
@@ -192,9 +195,10 @@ def test_accumulation_over_several_backward_passes():
     np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
 
 
-@pytest.mark.parametrize("again", ["inputs", "outputs"])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("traced", "sparse", "again"),
+    one_in(3, itertools.product([False, True], [False, True], ["inputs", "outputs"])),
+)
 def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
     _, optimizer = one_weight()
 
@@ -208,6 +212,7 @@ def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
         (tf.function(step) if traced else step)(tf.ones((1, 2)))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans())
 def test_state_follows_the_rule_on_random_histories(history, unscale):
@@ -294,8 +299,9 @@ def test_a_float16_loss_is_scaled_in_float32_by_a_scale_that_is_not_baked_into_t
     assert float(scaled_loss()) == 4.0
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("with_tape", [False, True])
+@pytest.mark.parametrize(
+    ("with_tape", "traced"), tiers([(False, False), (True, False)], [(False, True), (True, True)])
+)
 def test_minimize(traced, with_tape):
     def step():
         if not with_tape:

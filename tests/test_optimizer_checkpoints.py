@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import tiers
 from helpers.training import assert_same_values, data, small_model, snapshot
 
 INNER = {
@@ -27,7 +28,9 @@ def go_on(model):
     model.fit(*data(), batch_size=8, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    "inner", tiers(["momentum"], [each for each in INNER if each != "momentum"])
+)
 @pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
 def test_a_bare_optimizers_checkpoint_restores_the_slots_and_leaves_the_scale(
     tmp_path, inner, built
@@ -117,7 +120,9 @@ def test_a_wrappers_checkpoint_gives_a_bare_optimizer_nothing_and_by_the_recipe_
     assert_same_values(snapshot(bare), snapshot(wrapped.inner_optimizer))
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    "inner", tiers(["momentum"], [each for each in INNER if each != "momentum"])
+)
 def test_weights_files_of_a_bare_optimizer_restore_its_state(tmp_path, inner):
     bare = trained(INNER[inner]())
     bare.save_weights(tmp_path / "bare.weights.h5")

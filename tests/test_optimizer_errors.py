@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import first_of
 from helpers.training import assert_identical, small_model, snapshot
 
 
@@ -113,7 +114,7 @@ def gradients_of(model):
 INTEGERS = tf.ones((4, 8), tf.int32)
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", first_of([False, True]))
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import tiers
+from helpers.cases import first_of, tiers
 from helpers.graph_asserts import branches
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
@@ -18,7 +18,7 @@ WAYS = {
     "several_steps_xla": {"jit_compile": True, "steps_per_execution": 4},
 }
 EVERY_WAY = pytest.mark.parametrize(
-    "way", tiers(["graph", "several_steps"], ["xla", "eager"], ["several_steps_xla"])
+    "way", tiers(["graph"], ["several_steps", "xla", "eager"], ["several_steps_xla"])
 )
 
 
@@ -51,7 +51,9 @@ def test_fit_equals_the_inner_optimizer_and_on_bad_data_changes_only_the_scale(w
         assert float(optimizer.loss_scale) == 2.0 ** (12 - skipped)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"grad_clip": 1.0}, {"loss_scale": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", first_of([{}, {"grad_clip": 1.0}, {"loss_scale": 1.0}]), ids=str
+)
 def test_a_step_branches_once(arguments):
     model = small_model()
     model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(), **arguments), "mse")
@@ -74,12 +76,14 @@ class Noisy(keras.optimizers.SGD):
 
 @pytest.mark.parametrize(
     ("inner", "arguments"),
-    [
-        (lambda: keras.optimizers.AdamW(0.01), {"grad_clip": 1.0}),
-        (lambda: keras.optimizers.Lion(0.01), {"master_weights": True}),
-        (lambda: keras.optimizers.AdamW(0.01), {"weight_rounding": "stochastic"}),
-        (Noisy, {}),
-    ],
+    first_of(
+        [
+            (lambda: keras.optimizers.AdamW(0.01), {"grad_clip": 1.0}),
+            (lambda: keras.optimizers.Lion(0.01), {"master_weights": True}),
+            (lambda: keras.optimizers.AdamW(0.01), {"weight_rounding": "stochastic"}),
+            (Noisy, {}),
+        ]
+    ),
 )
 def test_a_compiled_step_has_no_branch_and_one_that_is_skipped_changes_nothing(inner, arguments):
     low = arguments.keys() & {"master_weights", "weight_rounding"}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from helpers.cases import tiers
 
 RELEASES = ("3.3", "3.6", "3.9", "3.12")
 DATA = Path(__file__).parent / "data"
@@ -47,7 +48,7 @@ def test_the_configuration_of_every_release_is_taken(release):
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", tiers(["3.9"], [each for each in RELEASES if each != "3.9"]))
 def test_a_model_of_every_release_goes_on_under_a_level(release):
     path, _ = written(release)
     theirs = keras.models.load_model(path)

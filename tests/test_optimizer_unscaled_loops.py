@@ -1,5 +1,6 @@
 """A loop that scales no loss: its gradients are applied as they are, until the scale is used."""
 
+import itertools
 import warnings
 
 import keras
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_in, one_of_each, tiers
 from helpers.replicas import per_replica
 from helpers.training import data, small_model
 from tfamp import diagnostics
@@ -53,7 +54,7 @@ POLICIES = ("mixed_bfloat16", "float32", "mixed_float16")
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
-@pytest.mark.parametrize(("policy", "way"), one_of_each(POLICIES, WAYS, quick=4))
+@pytest.mark.parametrize(("policy", "way"), one_of_each(POLICIES, WAYS, quick=1))
 def test_it_learns_as_with_the_inner_optimizer(policy, way):
     weights = {}
     for name in ("bare", "wrapped"):
@@ -85,9 +86,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("use_is_traced", [False, True])
-@pytest.mark.parametrize("xla", [False, True])
+@pytest.mark.parametrize(
+    ("xla", "use_is_traced", "use"),
+    one_in(5, itertools.product([False, True], [False, True], USES)),
+)
 def test_an_apply_that_was_traced_before_unscales_from_the_first_use_on(use, use_is_traced, xla):
     weight, optimizer = one_weight()
     apply = tf.function(lambda g: optimizer.apply_gradients([(g, weight)]), jit_compile=xla)
@@ -148,7 +150,9 @@ def monitored(model, path):
     assert monitor.history
 
 
-READERS = (saved_as_keras_file, saved_as_weights, saved_model, checkpoint, search, monitored)
+READERS = tiers(
+    (saved_as_keras_file, saved_as_weights, checkpoint, search), (saved_model, monitored)
+)
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
@@ -253,7 +257,7 @@ def test_unscaling_what_was_never_scaled_warns_once():
     assert not warnings_of(lambda: one_weight(loss_scale=1.0)[1].get_unscaled_gradients([1.0]))
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", first_of([False, True]))
 @pytest.mark.parametrize("read", ["get_scale", "loss_scale"])
 def test_dividing_by_hand_before_apply_divides_too_warns(traced, read):
     weight, optimizer = one_weight()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tfamp
+from helpers.cases import tiers
 from helpers.public_api import SNAPSHOT, describe, function_of, own_members, public_values
 
 PUBLIC_NAMES = dict(public_values())
@@ -31,6 +32,8 @@ ALL_MODULES = [
         if not info.name.endswith("__main__")
     ),
 ]
+# Their own tests show quicker what these do.
+SLOW_EXAMPLES = ["tfamp.diagnostics.monitor", "tfamp.machine.profile_measure"]
 
 
 def _summary(value):
@@ -96,7 +99,9 @@ def test_public_names_and_signatures_are_those_of_the_snapshot():
     )
 
 
-@pytest.mark.parametrize("module", ALL_MODULES)
+@pytest.mark.parametrize(
+    "module", tiers([each for each in ALL_MODULES if each not in SLOW_EXAMPLES], SLOW_EXAMPLES)
+)
 def test_docstring_examples_run(module):
     results = doctest.testmod(
         importlib.import_module(module),

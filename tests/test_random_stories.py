@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,8 +167,9 @@ def story_of(source) -> list[str]:
     return [source.choice(EVENTS) for _ in range(source.randint(1, 5))]
 
 
-@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float16"]))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"), first_of(itertools.product(WAYS, ["bfloat16", "float16"]))
+)
 def test_every_event_in_one_story(way, dtype, tmp_path):
     check(EVENTS, way, dtype, tmp_path)
 

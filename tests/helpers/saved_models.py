@@ -177,13 +177,13 @@ def tensorflow_1(path: Path) -> None:
 
 # Name -> what writes it, and inputs of its signature serving_default by name.
 MODELS = {
-    "module": (module, {"x": FLOATS, "count": np.int32(2)}),
-    "keras_export": (keras_export, {"image": IMAGES}),
-    "table": (table, {"words": WORDS}),
-    "text": (text, {"words": WORDS}),
     "loop": (loop, {"x": FLOATS}),
     "recurrent": (recurrent, {"x": np.tile(FLOATS, (1, 2))}),
     "tensorflow_1": (tensorflow_1, {"x": FLOATS}),
+    "text": (text, {"words": WORDS}),
+    "module": (module, {"x": FLOATS, "count": np.int32(2)}),
+    "keras_export": (keras_export, {"image": IMAGES}),
+    "table": (table, {"words": WORDS}),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import tiers
 from helpers.gpu_kernels import placement
 from helpers.training import data, small_model
 from tfamp.diagnostics import NumericsMonitor
@@ -101,7 +102,7 @@ def keras_copies():
 
 
 @pytest.mark.filterwarnings("ignore:This CPU has no float16 arithmetic")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", tiers(["masters"], [each for each in WAYS if each != "masters"]))
 def test_every_op_has_a_gpu_kernel_and_nothing_more_is_copied_than_by_keras(way, keras_copies):
     found = found_in(WAYS[way]())
     assert found.without_kernel == []

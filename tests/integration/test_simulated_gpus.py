@@ -68,7 +68,7 @@ def rnn_dtypes(graph_def):
 
 @pytest.mark.filterwarnings("ignore:This CPU:tfamp.TfampWarning")
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+@pytest.mark.parametrize("layer", first_of([layers.LSTM, layers.GRU]))
 def test_lstm_and_gru_are_cudnns_but_in_bfloat16(layer, low, with_gpu):
     x = tf.TensorSpec((2, 6, 8))
     dtype = {"float16": "float16", "bfloat16": "float32"}[low]
@@ -163,7 +163,7 @@ def test_gradients_of_biases_need_no_casts():
 # ---- Sums ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", first_of(LOW))
 def test_gradients_by_depthwise_filters_that_cudnn_has_not_are_float32(low):
     in_cudnn = [(3, 3, 4, 1), (5, 5, 4, 1)]
     for shape in [*in_cudnn, (4, 4, 4, 1), (1, 3, 4, 1), (3, 3, 4, 2)]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import kernel_paths
+from helpers.cases import one_in, tiers
 from helpers.kernel_cases import RAW_CASES, KernelCase
 from helpers.kernel_path_cases import FUNCTION_CASES, LAYER_CASES
 from helpers.kernel_paths import FUNCTION_PATHS, LAYER_PATHS, limit
@@ -35,25 +37,28 @@ from tfamp.planning.kernels import (
 # Levels convert no layer of a model whose only layer has no low kernel.
 pytestmark = pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 _QUICK_PATHS = ("rewrite", "autocast", "policy")
+# The test of the other library, in CI's slow step, runs all of them in its process.
+_ONE_IN = 1 if "TFAMP_TEST_OTHER_LIBRARY" in os.environ else 3
 
 
 def _raw_runs():
-    return [
-        pytest.param(case, dtype, id=f"{case}-{dtype}")
+    runs = [
+        (case, dtype)
         for case in RAW_CASES
         for dtype in case.dtypes
         if kernel_paths.has_kernel(case.rows[0], dtype)
     ]
+    return one_in(_ONE_IN, runs)
 
 
 def _path_runs():
+    quick, slow = [], []
     for cases, paths in ((FUNCTION_CASES, FUNCTION_PATHS), (LAYER_CASES, LAYER_PATHS)):
-        for case in cases:
-            for path in paths:
-                for dtype in LOW_PRECISION:
-                    quick = case.quick and path in _QUICK_PATHS and dtype == "bfloat16"
-                    marks = () if quick else pytest.mark.slow
-                    yield pytest.param(case, path, dtype, id=f"{case}-{path}-{dtype}", marks=marks)
+        for run in itertools.product(cases, paths, LOW_PRECISION):
+            case, path, dtype = run
+            is_quick = case.quick and path in _QUICK_PATHS and dtype == "bfloat16"
+            (quick if is_quick else slow).append(run)
+    return [*one_in(_ONE_IN, quick), *tiers([], slow)]
 
 
 def _skip_what_crashes(case: KernelCase, dtype: str) -> None:
@@ -61,7 +66,7 @@ def _skip_what_crashes(case: KernelCase, dtype: str) -> None:
         pytest.skip("TensorFlow's kernel of oneDNN corrupts memory on these shapes")
 
 
-@pytest.mark.parametrize(("case", "dtype"), _raw_runs())
+@pytest.mark.parametrize(("case", "dtype"), _raw_runs(), ids=str)
 def test_a_kernel_is_as_exact_as_its_row_says(case, dtype):
     _skip_what_crashes(case, dtype)
     op = case.rows[0]
@@ -82,7 +87,7 @@ def test_a_kernel_is_as_exact_as_its_row_says(case, dtype):
         )
 
 
-@pytest.mark.parametrize(("case", "path", "dtype"), [*_path_runs()])
+@pytest.mark.parametrize(("case", "path", "dtype"), _path_runs(), ids=str)
 def test_a_path_is_as_exact_as_float32(case, path, dtype):
     _skip_what_crashes(case, dtype)
     found = kernel_paths.deviations(case, path, dtype)

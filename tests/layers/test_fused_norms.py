@@ -10,7 +10,7 @@ from keras import layers
 from tensorflow.python.framework import config
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_of_each, tiers
 from helpers.graph_asserts import concrete, op_dtypes
 from helpers.replicas import per_replica
 from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
@@ -18,7 +18,7 @@ from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
 
 pytestmark = pytest.mark.usefixtures("low")
-RANKS = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
+RANKS = {4: (4, 3, 5, 8), 3: (4, 6, 8), 2: (24, 8), 5: (2, 3, 2, 4, 8)}
 
 
 def sample(shape, dtype="float32", *, center=2.0, spread=3.0, seed=0):
@@ -85,7 +85,7 @@ def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **op
     )
 
 
-@pytest.mark.parametrize(("rank", "training"), one_of_each(RANKS, [True, False]))
+@pytest.mark.parametrize(("rank", "training"), one_of_each(RANKS, [True, False], quick=1))
 def test_one_step_is_keras_own(low, rank, training):
     ours, keras_own, x, dy = step_of(RANKS[rank], low, momentum=0.7)
     assert_fused(lambda: step(ours, x, dy, training), dtype=low, gradient=True)
@@ -102,7 +102,7 @@ def test_one_step_is_keras_own(low, rank, training):
     "options",
     [{"scale": False}, {"center": False}, {"scale": False, "center": False}, {"epsilon": 0.5}],
 )
-@pytest.mark.parametrize("shape", [RANKS[4], (1, 8)])
+@pytest.mark.parametrize("shape", tiers([RANKS[4]], [((1, 8),)]))
 def test_options_of_the_layer_and_a_batch_of_one_value(low, options, shape):
     ours, keras_own, x, dy = step_of(shape, low, **options)
     assert_fused(lambda: ours(x, training=True), dtype=low)
@@ -198,7 +198,7 @@ def test_masked_steps_do_not_count(low):
     assert_same_step(ours, keras_own, x, dy, low, True, mask=mask)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+@pytest.mark.parametrize("dtype", first_of(["float32", "float64", "int32"]))
 def test_other_inputs_are_treated_as_keras_does(dtype):
     ours, keras_own = pair(RANKS[4])
     x = tf.cast(sample(RANKS[4]), dtype)

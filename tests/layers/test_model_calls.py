@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import one_in, one_of_each
+from helpers.cases import first_of, one_of_each
 from helpers.graph_asserts import assert_has_low_precision
 from helpers.tolerances import tolerance
 
@@ -153,7 +153,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("first", "way"), one_of_each(FIRST, TRAINERS, quick=2))
+@pytest.mark.parametrize(("first", "way"), one_of_each(FIRST, TRAINERS, quick=1))
 def test_held_models_have_the_same_dtypes_whatever_was_called_before(low, way, first):
     model = TRAINERS[way](low, FIRST[first])
     model.compile("sgd", jit_compile=False)
@@ -271,7 +271,7 @@ def test_saved_weights_checkpoints_and_files_come_back(tmp_path, low):
     np.testing.assert_array_equal(loaded(X), tf.cast(expected, loaded.dtype_policy.compute_dtype))
 
 
-@pytest.mark.parametrize("way", ["export", "saved_model"])
+@pytest.mark.parametrize("way", first_of(["export", "saved_model"]))
 @pytest.mark.parametrize(
     "make", [Net, lambda: keras.Sequential([layers.Dense(4), layers.Dense(2)])]
 )
@@ -356,7 +356,7 @@ PREPARING = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, PREPARING))
+@pytest.mark.parametrize("name", first_of(PREPARING))
 def test_features_that_float16_has_not_reach_the_layer_that_prepares_them(low, name):
     model = PREPARING[name]()
     x = FEATURES[None] if name == "wrapped" else FEATURES
@@ -424,7 +424,9 @@ LOOKING_UP = {
 }
 
 
-@pytest.mark.parametrize(("name", "how"), one_of_each(LOOKING_UP, ["policy", "built", "O2"]))
+@pytest.mark.parametrize(
+    ("name", "how"), one_of_each(LOOKING_UP, ["policy", "built", "O2"], quick=2)
+)
 def test_ids_given_as_floats_find_their_rows(low, name, how):
     ids = np.array([[257, 2049, 4095]], "float32")  # 257 is not a bfloat16, 2049 not a float16
     if how == "O2":
@@ -474,7 +476,7 @@ class LooksUpByName(keras.Model):
         (Scaled, {"scale": [2.0], "training": True}, 2),
     ],
 )
-@pytest.mark.parametrize("way", ["policy", "O1", "O2"])
+@pytest.mark.parametrize("way", first_of(["policy", "O1", "O2"]))
 def test_ids_given_by_name_to_a_subclass_with_other_arguments_find_their_rows(
     low, layer_class, arguments, factor, way
 ):

@@ -88,9 +88,7 @@ def states(model):
     return [np.asarray(each) for each in model.variables if id(each) not in weights]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"), one_of_each([*RANDOM], [O3, MASTERS], quick=len(RANDOM))
-)
+@pytest.mark.parametrize(("kind", "arguments"), one_of_each([*RANDOM], [O3, MASTERS], quick=5))
 def test_random_layers_of_a_copy_continue_the_sequence(kind, arguments):
     model, x = random_model(kind)
     drawn(model, x)

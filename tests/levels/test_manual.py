@@ -26,7 +26,7 @@ def dtypes(model):
     return {layer.name: layer.compute_dtype for layer in leaves(model)}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", tf.float16, np.float16])
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16", tf.float16, np.float16]))
 def test_one_layer_of_a_float32_model_computes_low(dtype):
     model = dense_model()
     x = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)

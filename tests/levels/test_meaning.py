@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from helpers.cases import first_of, tiers
 from helpers.graph_asserts import op_dtypes
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Gpu, Hardware
@@ -82,7 +83,7 @@ def test_auto_does_not_take_float16_to_a_cpu(dtype, on):
 
 
 @LEVELS
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16"]))
 def test_the_default_loss_scale_is_that_of_the_table(level, dtype, on):
     on(PLAIN_CPU)
     model, optimizer = prepared(level=level, dtype=dtype)
@@ -99,7 +100,7 @@ def test_the_default_loss_scale_is_that_of_the_table(level, dtype, on):
     assert float(optimizer.loss_scale) == (2.0**14 if dynamic else 1)
 
 
-@LEVELS
+@pytest.mark.parametrize("level", tiers(["O2"], ["O0", "O1", "O3"]))
 def test_a_loss_scale_that_is_given_holds_at_every_level(level, on):
     on(PLAIN_CPU)
     model, optimizer = prepared(level=level, dtype="bfloat16", loss_scale=128)

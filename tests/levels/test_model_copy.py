@@ -17,7 +17,7 @@ MASTERS = {"level": "O2", "master_weights": True}
 
 @pytest.mark.parametrize(
     ("arguments", "dtype"),
-    one_of_each([{"level": "O3"}, MASTERS], ["float16", "bfloat16"]),
+    one_of_each([{"level": "O3"}, MASTERS], ["float16", "bfloat16"], quick=1),
 )
 def test_regularizers_of_low_weights_compute_in_float32(arguments, dtype):
     keras.utils.set_random_seed(0)

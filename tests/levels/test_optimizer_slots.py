@@ -35,7 +35,7 @@ def _prepared(optimizer, **arguments):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    one_of_each([*sorted(KERAS), "MultiOptimizer"], ["float16", "bfloat16"], quick=4),
+    one_of_each([*sorted(KERAS), "MultiOptimizer"], ["float16", "bfloat16"], quick=2),
 )
 def test_all_but_sgd_get_masters_or_a_warning(name, dtype):
     if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_in, one_of_each, tiers
 from helpers.graph_asserts import op_dtypes
 from helpers.level_models import KINDS, Stubborn, Subclassed, compiled, computes, data, leaves
 from helpers.output_models import MODELS
@@ -44,7 +44,7 @@ def step_dtypes(model, name="train_step"):
     return op_dtypes(lambda: getattr(model, name)(batch))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES, quick=2))
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES, quick=1))
 def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     model = compiled(kind)
     before = predict(model)
@@ -62,7 +62,7 @@ def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     assert optimizer.dynamic == (dtype == "float16")
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES, quick=2))
 def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype):
     model = compiled(kind)
     before, weights = predict(model), [w.numpy() for w in model.weights]
@@ -84,7 +84,7 @@ def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype)
     assert model.optimizer is optimizer
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES, quick=2))
 def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
     model = compiled(kind)
     state, before = snapshot(model, model.optimizer), predict(model)
@@ -101,7 +101,7 @@ def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
     np.testing.assert_array_equal(predict(model), before)
 
 
-@pytest.mark.parametrize("kind", ["nested", "subclassed"])
+@pytest.mark.parametrize("kind", first_of(["nested", "subclassed"]))
 def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind):
     model = compiled(kind)
     before, weights = predict(model), [w.numpy() for w in model.trainable_weights]
@@ -208,7 +208,7 @@ def test_layers_made_in_build_get_the_policy_of_the_level():
     assert {x.compute_dtype for x in leaves(model)} == {"float32"}
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"with_cast"}))
+@pytest.mark.parametrize("name", one_in(3, sorted(set(MODELS) - {"with_cast"})))
 def test_o2_is_what_the_policy_would_have_made_of_the_model(name):
     keras.utils.set_random_seed(1)
     with tfamp.policy_scope("mixed_float16"):
@@ -451,9 +451,9 @@ def _without_config():
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (_stubborn, {"level": "O2"}, r"keep_float32=\['stubborn'\]"),
+        *tiers([], [(_stubborn, {"level": "O2"}, r"keep_float32=\['stubborn'\]")]),
         (_overflowing, {"level": "O3"}, "holds 100000, and float16 holds up to 65504"),
-        (_without_config, {"level": "O3"}, "no configuration"),
+        *tiers([], [(_without_config, {"level": "O3"}, "no configuration")]),
     ],
 )
 def test_where_it_raises_nothing_has_changed(make, arguments, message):

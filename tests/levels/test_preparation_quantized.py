@@ -72,12 +72,12 @@ def error(got, expected):
 @pytest.mark.parametrize(
     ("make", "mode", "dtype"),
     tiers(
+        [(mlp, "int8", "bfloat16")],
         [
-            (mlp, "int8", "bfloat16"),
             (attention, "int8", "bfloat16"),
             (embedded, "int4", "bfloat16"),
+            (mlp, "float8", "bfloat16"),
         ],
-        [(mlp, "float8", "bfloat16")],
         [(attention, "int4", "float16")],
     ),
 )

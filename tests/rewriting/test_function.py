@@ -407,19 +407,19 @@ def activation_with_a_custom_gradient(x, weights):
 # How many values are added up on the way, in widths.
 FUNCTIONS = {
     loop_with_tensor_array: 4,
-    compiled_inside_and_in_a_loop: 3,
-    a_function_with_a_loop_called_twice: 8,
-    calls_that_stay_calls_with_a_loop_that_reads_a_variable: 8,
-    custom_gradient_in_nested_functions: 1,
     custom_gradient_in_a_loop: 4,
     custom_gradient_of_variables: 1,
-    custom_gradient_over_tensors_of_the_caller: 1,
-    recomputed: 2,
     activation_with_a_custom_gradient: 1,
+    a_function_with_a_loop_called_twice: 8,
+    compiled_inside_and_in_a_loop: 3,
+    custom_gradient_in_nested_functions: 1,
+    calls_that_stay_calls_with_a_loop_that_reads_a_variable: 8,
+    recomputed: 2,
+    custom_gradient_over_tensors_of_the_caller: 1,
 }
 
 
-@pytest.mark.parametrize(("fn", "dtype"), one_of_each(FUNCTIONS, DTYPES))
+@pytest.mark.parametrize(("fn", "dtype"), one_of_each(FUNCTIONS, DTYPES, quick=4))
 def test_values_and_gradients(fn, dtype, weights, x):
     check(lambda x: fn(x, weights), x, [weights], dtype, depth=FUNCTIONS[fn] * WIDTH)
 

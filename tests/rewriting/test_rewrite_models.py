@@ -6,6 +6,7 @@ the rewrite.
 """
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -44,7 +45,7 @@ def assert_converted(function, ops, dtype):
     assert set().union(*found.values()) <= {dtype, "float32"}, found
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of_each(model_zoo.KINDS, DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(model_zoo.KINDS, DTYPES, quick=4))
 def test_the_forward_pass_is_converted_and_matches_float32(kind, dtype):
     model = model_zoo.build(kind)
     ((x, _),) = model_zoo.digits(kind, 1)
@@ -85,7 +86,7 @@ def float32_training(kind):
     return losses, [variable.numpy() for variable in model.non_trainable_variables]
 
 
-@pytest.mark.parametrize("kind", one_in(5, model_zoo.KINDS))
+@pytest.mark.parametrize("kind", first_of(model_zoo.KINDS))
 @pytest.mark.parametrize("dtype", first_of(DTYPES, pytest.mark.nightly))
 def test_twenty_train_steps_are_converted_and_match_float32(kind, dtype):
     batches = model_zoo.digits(kind, STEPS)
@@ -119,9 +120,10 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("placement", ["lists", "min_cut"])
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(
+    ("product", "placement", "dtype"),
+    one_in(5, itertools.product(PRODUCTS, ["lists", "min_cut"], DTYPES)),
+)
 def test_sums_of_products_of_integers_stay_float32(product, placement, dtype):
     # As in a layer that Keras has quantized to int8, between two that are not: the sums reach
     # 127 * 127 * 32, beyond float16's range and bfloat16's digits.

@@ -59,7 +59,7 @@ def specs(function):
 
 
 @pytest.mark.parametrize(
-    ("name", "freeze", "dtype"), one_of_each(saved_models.MODELS, [False, True], DTYPES)
+    ("name", "freeze", "dtype"), one_of_each(saved_models.MODELS, [False, True], DTYPES, quick=2)
 )
 def test_models_are_converted_and_used_as_before(source, tmp_path, name, freeze, dtype):
     src, dst = source(name), tmp_path / "low"

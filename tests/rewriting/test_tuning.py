@@ -101,6 +101,7 @@ def timed(monkeypatch):
 # ---- Nothing is left changed ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_train_step_is_tuned_and_what_its_first_call_makes_is_as_it_is_made(timed):
     """test_tuning_state shows what is restored, and after which errors."""
     tuned, untouched = [(make_model(), keras.optimizers.Adam(0.1)) for _ in range(2)]

@@ -146,7 +146,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "end"), one_of_each(OPTIMIZERS, ENDS, quick=2))
+@pytest.mark.parametrize(("optimizer", "end"), one_of_each(OPTIMIZERS, ENDS, quick=1))
 def test_the_program_goes_on_as_if_nothing_had_been_tuned(optimizer, end, monkeypatch):
     expected = without_tuning(optimizer)
     program = Program(optimizer)

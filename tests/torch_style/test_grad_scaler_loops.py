@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import one_of_each, tiers
 from helpers.training import data, small_model
 
 BAD = 2  # The batch whose first gradient overflows.
@@ -82,7 +82,7 @@ def trained(loop, way, **arguments):
     return model.get_weights(), optimizer.variables, float(scaler.get_scale())
 
 
-@pytest.mark.parametrize(("loop", "way"), one_of_each(LOOPS, ["function", "eager"], quick=4))
+@pytest.mark.parametrize(("loop", "way"), one_of_each(LOOPS, ["function", "eager"], quick=2))
 def test_training_with_a_scaler_is_training_without_it_and_without_the_bad_batch(loop, way):
     weights, state, scale = trained(loop, way, init_scale=128.0, growth_interval=1)
     expected, expected_state, disabled = trained(loop, way, enabled=False)
@@ -94,8 +94,9 @@ def test_training_with_a_scaler_is_training_without_it_and_without_the_bad_batch
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("enabled", "traced"), tiers([(True, False), (False, True)], [(True, True), (False, False)])
+)
 def test_two_models_with_an_optimizer_each_and_losses_of_both(enabled, traced):
     models = [small_model() for _ in range(2)]
     models[1].set_weights([w / 2 for w in models[1].get_weights()])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of, one_of_each
+from helpers.cases import first_of, one_of_each, tiers
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_close
 
@@ -49,7 +49,13 @@ def self_attention():
 
 @pytest.mark.usefixtures("exact_kernels")
 @both_dtypes
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        ["DepthwiseConv2D", "MultiHeadAttention"],
+        [each for each in COMPUTING if each not in ("DepthwiseConv2D", "MultiHeadAttention")],
+    ),
+)
 def test_layers_compute_low_and_stay_close_to_float32(name, dtype):
     make, shape = COMPUTING[name]
     layer, x = make(), values(*shape)
@@ -176,7 +182,9 @@ if KERAS_VERSION >= (3, 13):  # Keras 3.12 has a Muon, which fails on TensorFlow
 
 
 @both_dtypes
-@pytest.mark.parametrize(("name", "run"), one_of_each(OPTIMIZERS, [lambda f: f, tf.function]))
+@pytest.mark.parametrize(
+    ("name", "run"), one_of_each(OPTIMIZERS, [lambda f: f, tf.function], quick=2)
+)
 def test_an_optimizer_inside_updates_exactly_as_without_autocast(name, run, dtype):
     def after_three_steps(context):
         v = keras.Variable(values(4, 4).numpy(), name="kernel")

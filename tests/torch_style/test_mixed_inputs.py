@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import first_of, one_of_each
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
 from tfamp.machine.hardware import onednn_dtypes
@@ -160,7 +160,7 @@ def only_float32_on_gpus(low):
 
 
 @pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="no kernels of GPUs are registered")
-@pytest.mark.parametrize("low", DTYPES)
+@pytest.mark.parametrize("low", first_of(DTYPES))
 def test_what_only_the_cpu_computes_in_low_precision_stays_float32_on_a_gpu(low, with_gpu):
     lists, walked = tfamp.OpLists.default(low), set()
     for op, attr in only_float32_on_gpus(low):
@@ -322,7 +322,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "run"), one_of_each(FUNCTIONS, [lambda f: f, traced]))
+@pytest.mark.parametrize(("name", "run"), one_of_each(FUNCTIONS, [lambda f: f, traced], quick=11))
 def test_a_function_that_runs_in_float32_runs_with_low_tensors_too(name, run):
     values = np.random.default_rng(0).uniform(0.25, 0.75, (2, 4, 4))
     f = tf.constant(values[0], tf.float32)

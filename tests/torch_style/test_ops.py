@@ -209,7 +209,7 @@ def matrices(dtype):
     return tf.constant(values[0], tf.float32), tf.constant(values[1], dtype)
 
 
-@pytest.mark.parametrize(("row", "dtype"), one_of_each(ROWS, DTYPES), ids=str)
+@pytest.mark.parametrize(("row", "dtype"), one_of_each(ROWS, DTYPES, quick=25), ids=str)
 def test_eager_and_traced_call_run_the_op_and_return_the_dtype_of_the_table(row, dtype):
     f, x = matrices(dtype)
 

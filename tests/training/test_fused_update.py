@@ -124,7 +124,7 @@ def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
+@pytest.mark.parametrize("name", first_of(OPTIMIZERS))
 def test_fifty_steps_equal_the_inner_optimizers(name):
     pair = Pair(OPTIMIZERS[name])
     assert one_pass_updates(pair.step) == len(SHAPES)
@@ -137,7 +137,9 @@ def test_fifty_steps_equal_the_inner_optimizers(name):
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    one_of_each(["momentum", "adam", "adamw"], [{"grad_clip": 0.5}, {"master_weights": True}]),
+    one_of_each(
+        ["momentum", "adam", "adamw"], [{"grad_clip": 0.5}, {"master_weights": True}], quick=1
+    ),
 )
 def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     low = "master_weights" in arguments
@@ -148,7 +150,7 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     assert one_pass_updates(stepper(optimizer, weights, 1.0)) == len(SHAPES)
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("traced", first_of([True, False]), ids=["function", "eager"])
 def test_grad_scaler_steps_in_one_pass_too(traced):
     ours, theirs = variables(), variables()
     inner, bare = keras.optimizers.AdamW(0.05), keras.optimizers.AdamW(0.05)
@@ -216,7 +218,7 @@ def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
 
 
 @bit_for_bit
-@pytest.mark.parametrize("rounding", [{}, {"weight_rounding": "stochastic"}])
+@pytest.mark.parametrize("rounding", first_of([{}, {"weight_rounding": "stochastic"}]))
 def test_the_programs_do_not_grow_with_the_number_of_small_weights(monkeypatch, rounding):
     # Programs with random numbers take XLA long to compile: these are counted only.
     how = {"dtype": "bfloat16" if rounding else "float32", "run": not rounding} | rounding
@@ -309,13 +311,16 @@ class Custom(keras.optimizers.Adam):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5),
-        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-        lambda: Custom(0.01),
-        lambda: keras.optimizers.Adam(0.01, amsgrad=True),
-        lambda: keras.optimizers.RMSprop(0.01),
-    ],
+    one_in(
+        4,
+        [
+            lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5),
+            lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+            lambda: Custom(0.01),
+            lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+            lambda: keras.optimizers.RMSprop(0.01),
+        ],
+    ),
     ids=["ema", "accumulation", "subclass", "amsgrad", "rmsprop"],
 )
 def test_other_optimizers_update_themselves(make):

@@ -95,7 +95,7 @@ def test_every_way_to_run_a_step_gives_the_same(name):
         assert np.mean(np.abs(one - other)) < 0.03
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float16"]))
 def test_updates_below_half_a_spacing_add_up(dtype):
     keras.utils.set_random_seed(0)
     weight = keras.Variable(np.ones(1000), dtype=dtype)
@@ -157,7 +157,7 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(rounding, tmp_path):
     assert_same(own, whole)
 
 
-@pytest.mark.parametrize("name", tiers(["SGD", "AdamW"], ["Lion", "Adafactor"]))
+@pytest.mark.parametrize("name", tiers(["SGD"], ["AdamW", "Lion", "Adafactor"]))
 def test_on_gpus_split_weights_are_stored_in_a_program_apart_with_the_same_bits(name, monkeypatch):
     written_by, assign = set(), tf.raw_ops.AssignVariableOp
 
@@ -235,7 +235,7 @@ def test_sparse_gradients_clipped_with_float32_variables_do_as_with_masters(name
     np.testing.assert_allclose(wide, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", first_of(ROUNDINGS))
 def test_constraints_hold_when_those_of_masters_do(rounding):
     def values(**how):
         low = keras.Variable(np.linspace(-2, 2, 7), dtype="bfloat16")
