@@ -341,7 +341,8 @@ def compiled(dtype=None):
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(8, dtype=dtype), keras.layers.Dense(1)]
     )
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 
@@ -371,7 +372,7 @@ def test_a_model_of_the_policy_or_of_a_level_or_with_low_layers_is_not():
     with tfamp.policy_scope("mixed_bfloat16"):
         # All layers make outputs: float32 by the policy.
         output = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        output.compile("sgd", "mse")
+        output.compile("sgd", "mse", run_eagerly=True)
         for model in [*models, output]:
             assert not warnings_of_fit(model)
     with tfamp.policy_scope("float32"):
