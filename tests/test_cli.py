@@ -54,7 +54,7 @@ def test_a_reader_that_has_enough_ends_a_command_silently():
     os.close(write)
     assert not done.stderr
     # Without a buffer argparse itself meets the closed pipe, and ignores it.
-    assert done.returncode in (0, 128 + signal.SIGPIPE)
+    assert done.returncode in (0, 141)
 
 
 def test_doctor_tells_versions_policy_and_reason(capsys):
@@ -212,7 +212,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, src, tmp_path):
         ),
         (
             [src, low, "--keep-float32", "("],
-            "--keep-float32 must hold regular",
+            "--keep-float32 holds '('",
         ),
         ([src, low, "--placement", "fused"], "give --freeze too, or --placement min_cut"),
         ([src, low, "--calibrate", "no.npz"], "No such file"),

@@ -25,6 +25,8 @@ from tfamp.core.dtypes import LOW_PRECISION, dtype_by_other_name
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.spelling import spelled_by
 
+# As of a command that SIGPIPE ends, 128 + 13; Windows has no such signal.
+_BROKEN_PIPE = 141
 # Suffix of a report's file -> the method that writes it.
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default the process's.
 
     Returns:
-        The exit code: 0 success, 1 failure, 2 wrong usage.
+        The exit code: 0 success, 1 failure, 2 wrong usage, 141 if nobody reads the output.
 
     Example:
         >>> main(["--version"])
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # The reader, such as `head`, has what it wants.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return _BROKEN_PIPE
 
 
 def _main(argv: Sequence[str] | None) -> int:

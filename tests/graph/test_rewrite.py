@@ -334,7 +334,11 @@ CHAIN = "x>A>i"
         ({"feeds": ["x:0:9"]}, ValueError, "'x:0:9' is not the name of a tensor; give 'x:0'"),
         ({"fetches": "out_i:0"}, TypeError, "fetches must be a collection of strings"),
         ({"keep_float32": ["conv"]}, ValueError, "keep_float32: no node's name matches 'conv'"),
-        ({"force_low": ["("]}, ValueError, r"force_low must hold regular expressions; got '\('"),
+        (
+            {"force_low": ["("]},
+            ValueError,
+            r"force_low holds '\(', which is not a regular expression",
+        ),
         ({"force_low": "a"}, TypeError, "force_low must be a collection of strings"),
         ({"keep_float32": [3]}, TypeError, "keep_float32 must hold strings; got 3"),
     ],

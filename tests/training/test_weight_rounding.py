@@ -170,7 +170,7 @@ def test_on_gpus_split_weights_are_stored_in_a_program_apart_with_the_same_bits(
     monkeypatch.setattr(tf.raw_ops, "AssignVariableOp", recorded)
     split, _ = trained(INNER[name], weight_rounding="split")
     assert_same(split, with_masters(name))
-    # One program that read and wrote both parts lost one of them on an H100.
+    # On an H100 weights were wrong where one program read and wrote both parts.
     assert written_by
     assert not any("update_all" in program for program in written_by)
 

@@ -382,7 +382,7 @@ def _settle_outputs(graph: ModelGraph) -> None:
         and tensor.dtype in LOW_PRECISION
         and any(map(wants_float32, output_makers([tensor])))
     }
-    for i in graph.casts:
+    for i in sorted(graph.casts):
         tensor = outputs[i]
         if id(tensor) not in casts:
             casts[id(tensor)] = _cast(tensor)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from tfamp.core import spelling
 from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
-from tfamp.core.options import PLACEMENTS
+from tfamp.core.options import PLACEMENTS, checked_pattern
 from tfamp.core.profile import MachineProfile
 from tfamp.planning import op_sets, structures
 from tfamp.planning.coloring import Updates
@@ -108,7 +108,7 @@ class RewriteOptions:
         """The regular expressions in `keep_float32` and `force_low`, compiled."""
         texts = {"keep_float32": self.keep_float32, "force_low": self.force_low}
         return {
-            name: tuple(_compiled(name, pattern) for pattern in patterns)
+            name: tuple(checked_pattern(spelling.argument(name), x) for x in patterns)
             for name, patterns in texts.items()
         }
 
@@ -205,16 +205,6 @@ def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{argument} must hold strings; got {name!r}.")
     return result
-
-
-def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            f"{spelling.argument(argument)} must hold regular expressions; got {pattern!r}: "
-            f"{error}."
-        ) from error
 
 
 def _check_types(op_lists: Any, profile: Any) -> None:

@@ -549,8 +549,10 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
 def _store_parts(updates: list[_Update], values: list[Tensor], *, compiles: bool) -> None:
     """Stores the next values of variables in two parts, in a call of its own.
 
-    On an H100 (TensorFlow 2.21) one XLA program that read both parts of a weight and wrote them
-    in place lost the second part. Here no program reads what it writes.
+    On an H100 (TensorFlow 2.21) weights differed from float32 masters by up to three units in
+    the last place where one XLA program read both parts and wrote them in place, and by nothing
+    where that program was a part of a larger one. The cause is not known; here no program reads
+    what it writes, and that has not run on a GPU yet.
     """
     for update, value in zip(updates, values, strict=True):
         parts = _encoder(update.forms[0], compiles)(value)
