@@ -1,4 +1,4 @@
-"""What the site's first page says of other systems' values, where no other test does.
+"""Values of other systems that the first page of the site names, where no other test shows them.
 
 When another system mends a fault a test here fails, and the page has to change.
 """
