@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -14,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 pytest.importorskip("sklearn")
 sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
-from benchmarks import interleaved, profile, report, results, serving
+from benchmarks import interleaved, kernels, profile, report, results, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
@@ -245,6 +247,51 @@ def test_casts_and_kinds_of_ops_of_known_graphs():
         return x
 
     assert count_casts(traced(loop, tf.ones((4, 4))).nodes) == (10, 10 * 16 * 6)
+
+
+def test_kernels_of_a_gpu_are_added_up_by_name_and_by_what_they_cover():
+    space = xplane_pb2.XSpace()
+    gpu, host = space.planes.add(name="/device:GPU:0"), space.planes.add(name="/host:CPU")
+    for number, name in enumerate(("matmul", "add")):
+        for plane in (gpu, host):
+            plane.event_metadata[number].name = name
+    gpu.stat_metadata[7].name = "tf_op"
+
+    def put(plane, line, *events):
+        added = plane.lines.add(name=line, timestamp_ns=5)
+        for kernel, start, duration in events:
+            event = added.events.add(metadata_id=kernel, offset_ps=start, duration_ps=duration)
+            event.stats.add(
+                metadata_id=7, str_value=f"model/layer:{'MatMul' if not kernel else 'Add'}"
+            )
+
+    second = 10**12
+    put(gpu, "Stream #1", (0, 0, 2 * second), (1, 3 * second, second), (0, 6 * second, 2 * second))
+    put(gpu, "Stream #2", (1, second, second))  # While the first one runs.
+    put(gpu, "TensorFlow Ops", (0, 0, 9 * second))
+    put(host, "Stream #1", (0, 0, 9 * second))
+    step = kernels.kernels_of(space.planes, 2)
+    assert step == kernels.Kernels(
+        busy=2.5, launched=2.0, largest=[(2.0, 1.0, "matmul", "MatMul"), (1.0, 1.0, "add", "Add")]
+    )
+    found = [
+        kernels.Found("mlp", system, seconds, 30.0, step)
+        for system, seconds in (("float32", 0.006), ("tfamp_policy_xla", 0.002))
+    ]
+    low = kernels.table(found).rows[1]
+    assert low == ("mlp", "tfamp policy, XLA", "2.0", "3.00", "2500.0", "2", "30")
+
+
+@pytest.mark.slow
+def test_steps_of_systems_are_profiled_in_processes_of_their_own(tmp_path):
+    path = tmp_path / "kernels.json"
+    command = [sys.executable, "-m", "benchmarks.kernels", "--small", "--workload", "mlp"]
+    run = subprocess.run([*command, "--json", path], capture_output=True, text=True, check=True)
+    assert "tfamp policy, XLA" in run.stdout
+    machine, found = kernels.from_json(path.read_text())
+    assert machine["TensorFlow"] == tf.__version__
+    assert [each.system for each in found] == ["float32", "tfamp_policy", "tfamp_policy_xla"]
+    assert all(0 < each.step < each.first_call for each in found)
 
 
 def test_a_traced_step_leaves_the_variables_as_they_are():

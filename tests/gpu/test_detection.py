@@ -67,7 +67,12 @@ def test_doctor(device, check, two_reports):
     check("GPUs that doctor names", len(names), equals=0 if device.toy else device.count)
     # Assumes GPUs of one kind: else the weakest decides.
     check("the policy auto", found["auto_policy"]["name"], equals=expected_policy(device))
-    check("doctor, measuring included", seconds, at_most=10.0, unit="s", timing=True)
+    start = time.perf_counter()
+    device.program("import keras, tensorflow")
+    imports = time.perf_counter() - start
+    check("imports of TensorFlow and Keras", imports, unit="s")
+    doctors = seconds - imports
+    check("doctor without these, measuring included", doctors, at_most=10.0, unit="s", timing=True)
     if device.toy:
         check.leave_out("GPU memory that measuring takes", "a CPU has none")
     else:

@@ -268,7 +268,7 @@ def test_the_fastest_within_the_bound_is_chosen_and_the_report_says_why(layer, c
     assert report.rows[0].quartiles == (2.0, 2.0)
     assert report.rows[0].error == 0
     assert 1e-4 < report.rows[1].error < 1e-2
-    assert (report.speed_up, report.rounds, report.dtype) == (4.0, 1, "bfloat16")
+    assert (report.speed_up, report.rounds, report.dtype) == (4.0, 2, "bfloat16")
     assert_computes_in("bfloat16", report.best.concrete(x))
     assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
     assert "chosen: lists, 4.00 times as fast as float32" in report.to_text()
@@ -316,10 +316,10 @@ def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monk
 @pytest.mark.parametrize(
     ("choices", "expected"),
     [
-        ({}, 8),
-        ({"rounds": 1}, 1),
-        ({"seconds": 0.0}, 1),  # float32 is not among the fastest.
-        ({"max_error": 0.0}, 1),  # lists is not exact, and min_cut is far from float32.
+        ({}, (2, 8)),
+        ({"rounds": 1}, (1, 1)),
+        ({"seconds": 0.0}, (1, 1)),  # float32 is not among the fastest.
+        ({"max_error": 0.0}, (2, 2)),  # lists is not exact, and min_cut is far from float32.
     ],
 )
 def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, x, monkeypatch):
@@ -334,8 +334,24 @@ def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, 
     monkeypatch.setattr(measured_runs, "together", together)
     options = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 8} | choices
     report = tfamp.tune(cut_layer, x, **options)
-    assert runs == {"float32": 1, "lists": expected, "min_cut": expected}
-    assert report.rounds == expected
+    far, near = expected
+    assert runs == {"float32": far, "lists": near, "min_cut": near}
+    assert report.rounds == near
+
+
+def test_calls_that_warm_up_do_not_count(cut_layer, x, monkeypatch):
+    """As on an H100, where second calls took up to a thousand times as long as later ones."""
+    cold = {"float32": [2.3, 0.4], "lists": [0.1], "min_cut": [0.1]}
+    warm = {"float32": 0.002, "lists": 0.004, "min_cut": 0.003}
+
+    def together(call, count):
+        placement = candidate_of(call)
+        return cold[placement].pop(0) if cold[placement] else warm[placement]
+
+    monkeypatch.setattr(measured_runs, "together", together)
+    report = tfamp.tune(cut_layer, x, dtype="bfloat16", candidates=CANDIDATES, rounds=8)
+    assert {row.candidate: row.seconds for row in report.rows} == warm
+    assert report.chosen.candidate == "float32"
 
 
 def test_candidates_with_the_same_graph_are_timed_once(layer, x, timed, monkeypatch):

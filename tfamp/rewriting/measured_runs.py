@@ -38,11 +38,14 @@ FUSED = "fused"
 # Ends of a measurement: choices, for medians and quartiles of a few times, and a wait that a user
 # accepts.
 ROUNDS, SECONDS = 10, 10.0
-# Rounds after the first are for candidates within the first factor of the fastest, those after
-# the second within the other one, and later ones for those not slower in three quarters of the
-# rounds. Choices: wide where one run of each is known, and twice the 8 % by which medians vary
-# on a machine that is not idle where two are. With them tune takes about three first calls.
+# Rounds after the second are for candidates within the second factor of the fastest, and later
+# ones for those not slower in three quarters of the rounds; the first factor holds where only one
+# run of each is known. Choices: wide there, and twice the 8 % by which medians vary on a machine
+# that is not idle. With them tune takes about three first calls.
 _FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
+# A round whose successor takes less than this share of its time warmed up and does not count: an
+# H100 took 2.3 s for the second call of a step, which then takes milliseconds. Noise is smaller.
+_WARM = 2 / 3
 # A candidate may always compile this many seconds longer than float32: short steps compile
 # fast.
 _LEAST_LIMIT = 1.0
@@ -123,6 +126,17 @@ class Run:
         """The median of the times."""
         return float(np.median(self.times))
 
+    @property
+    def was_warming_up(self) -> bool:
+        """Whether the second time is so much shorter that the first one does not count."""
+        return self.times[1] < _WARM * self.times[0]
+
+    def forget_first_round(self) -> None:
+        """Drops the first time; the number of calls in a round is found again."""
+        self.repeats = 0
+        if len(self.times) > 1:
+            del self.times[0]
+
     def is_faster_than(self, other: Run) -> bool:
         """Whether it took less time in three quarters of the common rounds: noise does in half.
 
@@ -178,6 +192,7 @@ def measured(
     device = device_scope()
     thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[Run]()
     references: list[Tensor] = []
+    timings = 0
 
     def call_first(run: Run) -> None:
         with tf.device(device):
@@ -202,11 +217,12 @@ def measured(
             for run in itertools.chain.from_iterable(_rounds(runs, begin, limits)):
                 state.restore()
                 _time(run, state.restore)
+                timings += 1
                 bar.add(1)
     finally:
         thread.shutdown(cancel_futures=True)
         state.restore()
-    bar.update(sum(1 + len(run.times) for run in runs), finalize=True)
+    bar.update(len(runs) + timings, finalize=True)
     return runs
 
 
@@ -275,20 +291,25 @@ def _traced(candidate: Candidate, args: Sequence[Nest], key: Hashable) -> Run | 
 
 
 def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Sequence[Run]]:
-    """Yields the runs of each round: first all, then those that may still be the fastest."""
+    """Yields the runs of each round: twice all, then those that may still be the fastest."""
     longest_first_call = runs[0].first + max(limits.seconds, _LEAST_LIMIT)
     timed = [run for run in runs if run.first <= longest_first_call]
-    for number in range(limits.rounds):
-        if not number:
-            yield timed
-            continue
-        candidates = _still_open(timed, number, limits.max_error)
-        float32 = timed[0]
-        end = min(limits.seconds, _MOST_STARTS * (float32.first + float32.seconds))
-        is_late = time.monotonic() - begin > end
-        if len(candidates) == 1 or (is_late and (number > 1 or float32 not in candidates)):
-            return
+    float32, number = timed[0], 0  # Of rounds that count.
+    for _ in range(limits.rounds):
+        candidates = timed
+        if number:
+            end = min(limits.seconds, _MOST_STARTS * (float32.first + float32.seconds))
+            is_late = time.monotonic() - begin > end
+            if number > 1 or is_late:
+                candidates = _still_open(timed, number, limits.max_error)
+            if len(candidates) == 1 or (is_late and (number > 1 or float32 not in candidates)):
+                return
         yield candidates
+        number += 1
+        if number == 2 and any(run.was_warming_up for run in candidates):
+            for run in timed:
+                run.forget_first_round()
+            number = 1
 
 
 def _still_open(runs: Sequence[Run], number: int, max_error: float | None) -> list[Run]:
