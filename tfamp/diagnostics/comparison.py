@@ -24,8 +24,8 @@ from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.foreign import advice
 from tfamp.core.kinds import Layer, Nest, Tensor
 from tfamp.core.options import checked_number
-from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
+from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import policy_with
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
@@ -381,7 +381,7 @@ class _Subject:
 
 
 def _has_row(layer: Layer) -> bool:
-    only_holds = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+    only_holds = model_roles.is_graph(layer)
     return not only_holds and not isinstance(layer, keras.layers.InputLayer)
 
 

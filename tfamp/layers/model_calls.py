@@ -24,19 +24,20 @@ from tfamp import kernel_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
-from tfamp.interop.patching import is_wrapped_by, wrap_method, wrapped_methods
+from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
 from tfamp.layers.assignment import Assignment, Before, Decider, assigned, managed_by
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.model_roles import graph_of
 from tfamp.layers.records import WeakMap
+from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
 from tfamp.policy import Policy, prepares_data
 
 # Whether a rule applies to a layer; the flag says that it is masked, or extended by a subclass.
 _Applies: TypeAlias = Callable[[Layer, bool], bool]
 
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
-uncast_inputs: WeakMap[bool] = WeakMap()
+_uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
 _FLOAT32_INSIDE: dict[type, _Applies] = {
@@ -69,8 +70,6 @@ class _Running(threading.local):
     def __init__(self) -> None:
         # Models that are being called with symbolic tensors in this thread.
         self.symbolic: list[Layer] = []
-        # Models whose output spec is being computed; Keras does not record these.
-        self.specs: list[Layer] = []
         # Layers that a policy keeps in float32, being called or built.
         self.float32: list[Layer] = []
 
@@ -246,7 +245,7 @@ def _takes_exact_inputs(layer: Layer) -> bool:
 
 def _uncast(layer: Layer) -> None:
     layer.autocast = False
-    uncast_inputs.set(layer, True)
+    _uncast_inputs.set(layer, True)
 
 
 def _cast_and_remember(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
@@ -280,12 +279,9 @@ def assignment_under(
     layer: Layer, policy: Policy, by: Decider, before: Before | None = None
 ) -> Assignment:
     """Returns the assignment of a mixed policy to a layer; changes nothing."""
-    is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
     assignment = assigned(type(layer), policy, by, fused=fused_norms.can_fuse(type(layer)))
-    # Of a Functional or Sequential the layers in it compute and are managed.
-    return dataclasses.replace(
-        assignment, before=before, policy=None if is_graph else assignment.policy
-    )
+    manager = None if model_roles.is_graph(layer) else assignment.policy
+    return dataclasses.replace(assignment, before=before, policy=manager)
 
 
 def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
@@ -298,7 +294,6 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
         return  # its dtype is the dtype of the fed data
     if assignment.before is not None or assignment.policy is not None:
         model_roles.assign(layer, assignment)
-    is_graph = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
     if fused_norms.can_fuse(type(layer)):
         fused_norms.fuse(layer, policy.compute_dtype)
     elif assignment.policy_name == "float32":
@@ -306,8 +301,22 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:
             _watch_sequential(layer)
-    elif isinstance(layer, keras.Model) and not is_graph and policy.float32_outputs:
+    elif model_roles.is_subclassed_model(layer) and policy.float32_outputs:
         cast_outermost(layer)
+
+
+def release(layer: Layer, before: Before | None) -> None:
+    """Undoes `manage` and `protect_values`: methods and casts are Keras's again.
+
+    With `before`, the layer also gets the policy back that it had before a level.
+    """
+    unwrap_methods(layer)
+    is_norm = isinstance(layer, keras.layers.BatchNormalization)  # `fused_norms` takes its cast
+    if before is not None:
+        layer.autocast = before.autocast
+        layer_dtypes.give_policy(layer, before.policy)
+    elif is_norm or _uncast_inputs.get(layer):
+        layer.autocast = True
 
 
 def guard_kernels(layer: Layer) -> None:
@@ -326,11 +335,6 @@ def _call_guarded(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> 
         return original(*args, **kwargs)
     with kernel_guard.guarded():
         return original(*args, **kwargs)
-
-
-def computing_specs_of(model: Model) -> contextlib.AbstractContextManager[None]:
-    """A context to compute the specs of a model's parts in: none of them is outermost."""
-    return _running_in(_running.specs, model)
 
 
 def manage_functional(functional: Functional, owner: Model | None = None) -> None:
@@ -386,7 +390,7 @@ def _spec_of(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
 
 def _caller_of(model: Model) -> Layer | None:
     """Returns the innermost layer or model that calls a model; None if it is called alone."""
-    for layer in reversed((*_running.specs, *keras_hooks.calling_layers())):
+    for layer in reversed((*models_in_computation(), *keras_hooks.calling_layers())):
         is_sequential = isinstance(layer, keras.Sequential)
         if is_sequential and keras_hooks.functional_of(layer) is model:
             continue  # A Sequential is not a caller of the Functional inside it.

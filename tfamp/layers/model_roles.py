@@ -24,18 +24,17 @@ float16, and `last` makes the float32 one.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.kinds import Functional, KerasNode, Layer, Model, Operation, Tensor
+from tfamp.core.kinds import Functional, Layer, Model, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import wrap_method
 from tfamp.layers.assignment import Assignment, assigned, assignments, managed_by
@@ -47,6 +46,7 @@ from tfamp.layers.layer_dtypes import (
     policy_with,
 )
 from tfamp.layers.records import WeakMap
+from tfamp.layers.symbolic_dtypes import copy_dtypes, respecify, specs_now
 
 # An ordered set of models; they may be deleted before the layers that it belongs to.
 Models: TypeAlias = weakref.WeakKeyDictionary[Functional, None]
@@ -235,8 +235,12 @@ def models_below_become_parts(layer: Layer) -> None:
 
 def is_subclassed_model(layer: Layer) -> bool:
     """Whether a layer is a model whose class has code that calls its layers."""
-    graph = keras.Sequential | keras_hooks.functional_class()
-    return isinstance(layer, keras.Model) and not isinstance(layer, graph)
+    return isinstance(layer, keras.Model) and not is_graph(layer)
+
+
+def is_graph(layer: Layer) -> bool:
+    """Whether a layer is a Functional or Sequential: of these the layers inside compute."""
+    return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
 
 
 def float32_made_of_low(model: Model) -> list[bool]:
@@ -419,8 +423,8 @@ def _retype(layer: Layer) -> None:
     """Corrects the dtypes of a layer's symbolic outputs, in every model it is part of."""
     nodes = keras_hooks.inbound_nodes(layer)
     # All specs before any change: a user's code may fail in the new dtype.
-    for spec, node in [(_spec_now(node), node) for node in nodes]:
-        _copy_dtypes(spec, node.outputs)
+    for specs, node in [(specs_now(node), node) for node in nodes]:
+        copy_dtypes(specs, node.outputs)
     retype_followers(layer)
 
 
@@ -462,7 +466,7 @@ def _update_outer(graph: ModelGraph) -> None:
     owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
     model = graph.functional if owner is None else owner
     # A list, as any() of a generator would stop at the first: every call has to be corrected.
-    changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
+    changed = [copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
     if any(changed):
         retype_followers(model)
         _settle_models(graph)
@@ -476,35 +480,3 @@ def appended_casts(model: Model) -> list[Layer]:
     outputs = keras_hooks.outputs_of(graph.functional)
     # A cast may make several outputs.
     return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
-
-
-def _spec_now(node: KerasNode) -> list[Tensor]:
-    """Returns the output specs of a call as they would be now, with its inputs cast."""
-    args, kwargs = node.arguments.args, node.arguments.kwargs
-    operation, reads = node.operation, None
-    if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
-        as_called = functools.partial(_as_called, operation)
-        args, kwargs = keras.tree.map_structure(as_called, (args, kwargs))
-        if operation.autocast and operation.compute_dtype in LOW_PRECISION:
-            reads = operation.compute_dtype
-    with keras_hooks.reading_variables_in(reads):
-        return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
-
-
-def _as_called(layer: Layer, value: Any) -> Any:
-    castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
-    if not castable or not layer.autocast or value.dtype == layer.input_dtype:
-        return value
-    return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
-
-
-def respecify(node: KerasNode) -> bool:
-    """Corrects the output dtypes of one symbolic call; returns whether any changed."""
-    return _copy_dtypes(_spec_now(node), node.outputs)
-
-
-def _copy_dtypes(sources: list[Tensor], targets: list[Tensor]) -> bool:
-    different = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype != t.dtype]
-    for source, target in different:
-        keras_hooks.set_symbolic_dtype(target, source.dtype)
-    return bool(different)

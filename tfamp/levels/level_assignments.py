@@ -16,15 +16,13 @@ import keras
 from tfamp.core.kinds import Layer, Method, Model
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
-from tfamp.layers import layer_dtypes, model_calls, model_roles, records
+from tfamp.interop.patching import rewrap_methods, wrap_method, wrapped_methods
+from tfamp.layers import layer_dtypes, model_calls, model_roles, records, symbolic_dtypes
 from tfamp.layers.assignment import Assignment, Before, before_level, decider_of, set_by_hand
 from tfamp.layers.policy_in_force import policy_scope
 from tfamp.levels.model_structure import (
     computing_layers_of,
-    correct_symbolic_dtypes_of,
     functionals_of,
-    is_graph,
 )
 from tfamp.policy import Policy, prepares_data
 
@@ -105,7 +103,7 @@ def take_back(model: Model, *, keep_by_hand: bool) -> set[int]:
     for layer in computing_layers_of(model):
         policy_now, before = layer_dtypes.policy_of(layer), before_level(layer)
         is_chosen = _is_chosen(layer, default)
-        _restore(layer, before)
+        model_calls.release(layer, before)
         if is_chosen and (keep_by_hand or before is None):
             layer_dtypes.give_policy(layer, policy_now)
             model_calls.guard_kernels(layer)
@@ -124,19 +122,7 @@ def _is_chosen(layer: Layer, default: str) -> bool:
     """Whether a user chose a layer's dtype; Functionals and Sequentials compute nothing."""
     if set_by_hand(layer):
         return True
-    return not is_graph(layer) and decider_of(layer, default) == "user"
-
-
-def _restore(layer: Layer, before: Before | None) -> None:
-    """Removes changes of a policy or a level from a layer, but its policy without a level."""
-    unwrap_methods(layer)
-    if before is not None:
-        layer.autocast = before.autocast
-        layer_dtypes.give_policy(layer, before.policy)
-        return
-    is_norm = isinstance(layer, keras.layers.BatchNormalization)
-    if is_norm or model_calls.uncast_inputs.get(layer):
-        layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
+    return not model_roles.is_graph(layer) and decider_of(layer, default) == "user"
 
 
 def by_hand(layer: Layer, before: Before | None) -> Assignment:
@@ -192,7 +178,7 @@ def apply_policy(
         if not layer.built:
             _build_under(layer, policy)
     for functional, owner in functionals_of(model):
-        correct_symbolic_dtypes_of(functional)
+        symbolic_dtypes.correct(functional)
         model_calls.manage_functional(functional, owner)
     model_roles.models_below_become_parts(model)
 
@@ -209,7 +195,7 @@ def _build_under(layer: Layer, policy: Policy) -> None:
 
 def _holds_its_dtype(layer: Layer, policy: Policy) -> bool:
     """Whether a layer, or one whose results it may mix, is quantized and cannot change."""
-    if is_graph(layer):
+    if model_roles.is_graph(layer):
         return False  # the layers in it cast their inputs
     parts = layers_of(layer)
     return any(layer_dtypes.policy_with(part, policy.name) is None for part in parts)

@@ -21,9 +21,10 @@ from tfamp.core.kinds import Layer, Method, Model, Tensor, Variable
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here, wrap_method
+from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import float_policy, is_plain
 from tfamp.layers.policy_in_force import policy_scope
-from tfamp.levels.model_structure import is_graph, path_of
+from tfamp.levels.model_structure import path_of
 from tfamp.policy import prepares_data
 
 # A Keras initializer, a function, the name of one, or a value.
@@ -137,7 +138,7 @@ def _from_config(model: Model) -> Model:
 def _arguments(layer: Layer, config: dict[str, Any]) -> dict[str, Any]:
     """Drops Keras's general keys that the constructor of a user's layer does not accept."""
     has_from_config = any("from_config" in vars(base) for base in _user_classes(layer))
-    if is_graph(layer) or has_from_config:
+    if model_roles.is_graph(layer) or has_from_config:
         return config
     parameters = inspect.signature(type(layer).__init__).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
@@ -184,14 +185,14 @@ def same_layers(model: Model, new_model: Model) -> list[tuple[Layer, Layer]]:
 def _config_of(model: Model) -> dict[str, Any]:
     """Returns a model's configuration, without keys that users' constructors do not accept."""
     config = copy.deepcopy(model.get_config())
-    if not is_graph(model):
+    if not model_roles.is_graph(model):
         return config
     layers = {layer.name: layer for layer in keras_hooks.sublayers(model)}
     # A model with a constructor of the user's, such as KerasHub's backbones, lists no layers.
     for entry in config.get("layers", ()):
         entry.pop("compile_config", None)
         layer = layers.get(entry.get("name", entry["config"].get("name")))
-        if is_graph(layer):
+        if model_roles.is_graph(layer):
             entry["config"] = _config_of(layer)
         elif layer is not None and _user_classes(layer):
             entry.pop("build_config", None)  # its first call builds it

@@ -6,21 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.foreign import advice, described
-from tfamp.core.kinds import Functional, KerasNode, Layer, Model
+from tfamp.core.kinds import Functional, Layer, Model
 from tfamp.core.options import checked_pattern, nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.layers import layer_dtypes, model_calls, model_roles
-
-# Symbolic dtypes are corrected in passes until a fixed point. A layer called several times may
-# need as many passes. The bound is a choice: more passes mean that the dtypes never settle.
-_MOST_PASSES = 20
-# Errors of users' code and of ops that do not take the new dtype.
-_FAILURES = (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError)
+from tfamp.layers import layer_dtypes, model_roles, symbolic_dtypes
 
 
 def computing_layers_of(*roots: Layer) -> list[Layer]:
@@ -50,22 +42,22 @@ def output_layers_of(layer: Layer) -> list[Layer]:
     """
     if isinstance(layer, keras.Sequential):
         makers = layer.layers[-1:]
-    elif is_graph(layer):
+    elif model_roles.is_graph(layer):
         makers = model_roles.output_makers(keras_hooks.outputs_of(layer))
     else:
         return [] if isinstance(layer, keras.Model) else [layer]
     return [layer for maker in makers for layer in output_layers_of(maker)]
 
 
-def is_graph(layer: Layer) -> bool:
-    """Whether a layer is a Functional or Sequential model."""
-    return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
-
-
 def models_held_by_models(model: Model) -> list[Model]:
     """Returns the Functionals and Sequentials that subclassed models in a model hold."""
     holders = filter(model_roles.is_subclassed_model, layers_of(model))
-    return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
+    return [
+        sub
+        for holder in holders
+        for sub in keras_hooks.sublayers(holder)
+        if model_roles.is_graph(sub)
+    ]
 
 
 def correct_symbolic_dtypes(model: Model) -> None:
@@ -74,36 +66,7 @@ def correct_symbolic_dtypes(model: Model) -> None:
     Nested models are included. A ValueError names a layer that fails.
     """
     for functional, _ in functionals_of(model):
-        correct_symbolic_dtypes_of(functional)
-
-
-def correct_symbolic_dtypes_of(functional: Functional) -> None:
-    """Gives the symbolic tensors of one Functional the dtypes its layers return."""
-    nodes = [
-        node
-        for operation in functional.operations
-        if not isinstance(operation, keras.layers.InputLayer)
-        for node in keras_hooks.inbound_nodes(operation)
-        if any(tensor.dtype in FLOAT_DTYPES for tensor in node.outputs)
-    ]
-    with model_calls.computing_specs_of(functional):
-        for _ in range(_MOST_PASSES):
-            # A list: any() of a generator would stop at the first change.
-            changed = [_corrected(node) for node in nodes]
-            if not any(changed):
-                return
-
-
-def _corrected(node: KerasNode) -> bool:
-    try:
-        return model_roles.respecify(node)
-    except _FAILURES as error:
-        operation = node.operation
-        dtype = getattr(operation, "compute_dtype", "low precision")
-        raise ValueError(
-            f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: "
-            f"{error} Keep it in float32 with keep_float32=[{operation.name!r}]."
-        ) from error
+        symbolic_dtypes.correct(functional)
 
 
 def drop_traced_functions(model: Model) -> None:

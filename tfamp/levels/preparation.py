@@ -468,6 +468,6 @@ def _manage_as(
     for held in model_structure.models_held_by_models(new_model):
         cast_outermost(held)
     model_structure.correct_symbolic_dtypes(new_model)
-    if not model_structure.is_graph(new_model):
+    if not model_roles.is_graph(new_model):
         # Its outermost call returns float32.
         manage(new_model, policy, assignment_under(new_model, policy, "level"))
