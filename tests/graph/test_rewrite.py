@@ -399,6 +399,18 @@ def test_the_plan_as_json_and_text():
     assert "3 of 6 float nodes in bfloat16; 2 Casts inserted" in plan.to_text()
 
 
+def test_the_plan_counts_the_bytes_that_casts_read_and_write():
+    specs = [tf.TensorSpec(shape) for shape in ((4, 8), (None, 4))]
+    concrete = tf.function(lambda x, y: y @ x).get_concrete_function(*specs)
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+    choices = {"dtype": "bfloat16", "device": "cpu", "placement": "lists"}
+    plan = rewrite_graph_def(graph, ["Identity:0"], **choices).plan
+    sizes = {cast.producer: cast.bytes for cast in plan.casts}
+    assert sizes == {"x": 4 * 8 * (4 + 2), "y": None, "matmul": None}
+    summary = plan.summary
+    assert (summary.cast_bytes, summary.casts_of_unknown_size) == (sizes["x"], 2)
+
+
 def batch_matmul(device):
     """The decision about a batched product, an op with float16 kernels on GPUs only."""
     with tf.Graph().as_default() as graph:

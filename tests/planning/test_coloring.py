@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import tensorflow as tf
 
 from helpers import graph_dsl
 from tfamp.graph import rewrite_graph_def
@@ -48,6 +49,20 @@ def test_every_rule_names_its_cause():
     assert found["c5"] == "no node next to it is converted"
     assert found["x"] == "it has no inputs: its value is given"
     assert found["out_a6"] == "its result is fetched"
+
+
+def test_a_node_with_float32_statistics_gives_the_cause_of_its_data():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 4, 4, 4))
+        x = tf.exp(tf.matmul(x, x), name="d")
+        one = tf.ones(4)
+        norm, *_ = tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=one, offset=one, mean=one, variance=one, is_training=False, name="norm"
+        )
+        tf.identity(tf.matmul(norm, norm), name="out")
+    plan = rewrite_by_lists(graph.as_graph_def(), ["out:0"], dtype="bfloat16", device="cpu").plan
+    found = {node.name: node.reason.text for node in plan.nodes}
+    assert found["norm"] == "it is computed from d, which needs float32"
 
 
 def test_a_kept_node_stays_and_does_not_deny_what_follows():

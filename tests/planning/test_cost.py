@@ -62,10 +62,12 @@ def test_an_op_with_figures_of_its_own_does_not_count_by_its_kind():
     assert times(index, costs, "r") == (0, 0)
 
 
-def depthwise_gradients(size, kernel, stride, padding):
+def depthwise_gradients(size, kernel, stride, padding, axes=2):
     def build():
-        x = tf.compat.v1.placeholder(tf.float32, (2, size, size, 4), name="x")
-        w = tf.zeros((kernel, kernel, 4, 1))
+        # A layer for sequences computes with images of one row.
+        image, window = ((1,) * (2 - axes) + (each,) * axes for each in (size, kernel))
+        x = tf.compat.v1.placeholder(tf.float32, (2, *image, 4), name="x")
+        w = tf.zeros((*window, 4, 1))
         y = tf.nn.depthwise_conv2d(x, w, [1, stride, stride, 1], padding)
         by_input, by_filter = tf.gradients(y, [x, w])
         tf.identity(by_input, name="i")
@@ -90,6 +92,8 @@ def test_forms_of_depthwise_gradients_have_figures_of_their_own():
     assert slower(16, 3, 1, "SAME") == slower(16, 3, 1, "VALID") == [False, False]
     assert slower(16, 3, 2, "SAME") == slower(17, 3, 2, "VALID") == [True, False]
     assert slower(16, 5, 1, "SAME") == slower(7, 7, 1, "VALID") == [False, True]
+    assert slower(16, 3, 1, "SAME", 1) == [False, False]
+    assert slower(16, 3, 2, "SAME", 1) == slower(17, 3, 2, "VALID", 1) == [True, False]
 
 
 def test_memory_is_counted_by_dtype():

@@ -305,6 +305,45 @@ def test_a_softmax_behind_a_choice_of_constants_stays_low(dtype):
     assert dtypes(plan, "SelectV2", "Softmax") == {dtype}
 
 
+@pytest.mark.parametrize(
+    ("last", "ops"),
+    [(tf.nn.softmax, {"AddV2", "Relu", "RealDiv", "Softmax"}), (tf.tanh, {"AddV2"})],
+    ids=["softmax", "tanh"],
+)
+def test_given_values_that_are_added_make_what_follows_float32_up_to_a_softmax(last, ops):
+    plan = plan_of(lambda x, given: last(tf.nn.relu(x @ W[0] + given) / 2.0) @ W[1], X, X)
+    found = [node for node in plan.nodes if node.reason.rule == "data"]
+    assert {node.op for node in found} == ops
+    assert {node.dtype for node in found} == {"float32"}
+    assert dtypes(plan, "MatMul") == {"bfloat16"}
+
+
+DISTANCES, BIAS = tf.Variable(tf.ones((8, 16))), tf.Variable(tf.ones(16))
+
+
+@pytest.mark.parametrize(
+    ("scores", "dtype"),
+    [
+        (lambda h: h + DISTANCES, "float32"),
+        (lambda h: h - DISTANCES, "float32"),
+        (lambda h: h * DISTANCES, "bfloat16"),
+        (lambda h: h + BIAS, "bfloat16"),
+        (lambda h: h + 1.5, "bfloat16"),
+    ],
+    ids=["added", "subtracted", "multiplied", "bias", "number"],
+)
+def test_stored_distances_that_are_added_make_a_softmax_float32(scores, dtype):
+    plan = plan_of(lambda x: tf.nn.softmax(scores(x @ W[0])) @ W[1], X)
+    assert dtypes(plan, "Softmax") == {dtype}
+    assert dtypes(plan, "MatMul") == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(3e4, "float16"), (4e4, "float32")])
+def test_a_number_of_which_two_add_up_within_float16_may_be_low(number, dtype):
+    plan = plan_of(lambda x: tf.nn.relu(x @ W[0] - number) @ W[1], X, dtype="float16")
+    assert dtypes(plan, "Sub") == {dtype}
+
+
 def test_an_epsilon_that_float16_does_not_have_is_not_zero():
     def guarded(x):
         h = tf.nn.relu(x @ W[0])

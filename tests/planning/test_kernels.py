@@ -64,3 +64,49 @@ def test_cudnn_has_square_depthwise_filter_gradients_of_one_result_a_channel(fil
     inputs = [(8, 64, 64, 8), (4,), (8, 64, 64, 8)]
     op = "DepthwiseConv2dNativeBackpropFilter"
     assert is_inexact(op, inputs, filter_shape, device="gpu") is inexact
+
+
+@pytest.mark.parametrize(
+    ("filter_shape", "inexact"),
+    [
+        ((1, 1, 99, MOST), False),
+        ((2, 2, 99, MOST // 4), False),
+        ((2, 2, 99, MOST // 4 + 1), True),
+        ((2, 2, None, MOST // 4), False),  # The gradient has these channels: no sum over them.
+        ((2, 2, 4, None), True),
+        (None, True),
+    ],
+)
+def test_the_gradient_of_an_image_adds_up_a_filter_and_its_results(filter_shape, inexact):
+    inputs = [(4,), filter_shape, (8, 64, 64, 64)]
+    assert is_inexact("Conv2DBackpropInput", inputs, (8, 64, 64, 99)) is inexact
+
+
+@pytest.mark.parametrize(
+    ("shape", "inexact"),
+    [
+        ((), False),
+        ((MOST, MOST), False),
+        ((2, MOST + 1), True),
+        ((2, None), True),
+        (None, True),
+    ],
+)
+def test_a_cumulative_sum_adds_up_at_most_the_longest_axis(shape, inexact):
+    assert is_inexact("Cumsum", [shape, ()], shape) is inexact
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "inexact"),
+    [
+        ("ij,jk->ik", [(99, MOST), (MOST, 99)], False),
+        ("ij,jk->ik", [(99, MOST + 1), (MOST + 1, 99)], True),
+        ("bij,bjk->ik", [(4, 99, MOST // 2), (4, MOST // 2, 99)], True),
+        ("ij,jk->ik", [(99, None), (None, 99)], True),
+        ("ij,jk->ik", [(None, MOST), (MOST, 99)], False),
+        ("ij,jk->ik", [None, (MOST, 99)], True),
+        ("...j,jk->...k", [(99, MOST), (MOST, 99)], True),  # These axes are not counted.
+    ],
+)
+def test_an_einsum_adds_up_the_axes_that_the_result_lacks(equation, shapes, inexact):
+    assert is_inexact("Einsum", shapes, equation=equation) is inexact

@@ -67,6 +67,10 @@ LOOK_ALIKES = {
     "gate": lambda x: x * tf.sigmoid(tf.reduce_mean(x, -1, keepdims=True)),
     "root of the mean": lambda x: x / tf.sqrt(tf.abs(tf.reduce_mean(x, -1, keepdims=True)) + 1.0),
     "distance": distance,
+    "root of the mean beside squares": lambda x: (
+        x / tf.sqrt(tf.reduce_mean(x, -1, keepdims=True) + 9.0)
+        + tf.reduce_mean(x * x, -1, keepdims=True)
+    ),
     "other data": lambda x: tf.nn.relu(x @ WEIGHT) / tf.sqrt(tf.reduce_mean(x * x) + 1.0),
     "variance": lambda x: tf.broadcast_to(tf.math.reduce_variance(x, -1, keepdims=True), x.shape),
 }
@@ -136,6 +140,12 @@ def test_keeping_what_is_float32_anyway_is_a_warning_with_names_that_could_be_lo
         plan = plan_of(NORMALIZATIONS["rms"], keep_float32=["Rsqrt"])
     dtypes = {node.op: node.dtype for node in plan.nodes}
     assert (dtypes["Rsqrt"], dtypes["MatMul"]) == ("float32", "bfloat16")
+
+
+def test_an_earlier_use_of_the_data_does_not_hide_a_normalization():
+    found = in_statistics(plan_of(lambda x: tf.tanh(x) + by_moments(x)))
+    assert {node.dtype for node in found} == {"float32"}
+    assert {"Mean", "Rsqrt", "Mul"} <= {node.op for node in found}
 
 
 def test_normalization_in_a_loop_is_found():

@@ -41,6 +41,8 @@ def test_the_largest_of_several_tensors_is_named():
     index = index_of("x>A>I x>A1>I")
     tensors = {"a": TensorRange(600.0), "a1": TensorRange(900.0)}
     assert "900 in its input a1" in decide(index, tensors)["i"].text
+    equal = dict.fromkeys(tensors, TensorRange(900.0))
+    assert "900 in its input a exceeds" in decide(index, equal)["i"].text, "the first of equals"
 
 
 @pytest.mark.parametrize("worst", [math.inf, 3.0])

@@ -364,6 +364,23 @@ def test_a_state_that_is_scaled_and_added_to_is_a_sum(name, dtype):
     assert error_of(fast(u), scan(u)) < 2 * EPS[dtype]
 
 
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_a_rate_that_a_loop_hands_on_as_it_is_counts_as_a_constant(dtype):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+    decay = tf.Variable(0.999)
+
+    def scan(u):
+        def body(i, h, rate):
+            return i + 1, rate * h + 0.001 * tf.tanh(h @ W[1] + u @ W[0]), rate
+
+        start = (0, tf.zeros((8, 16)), tf.convert_to_tensor(decay))
+        return tf.while_loop(lambda i, *_: i < 1000, body, start)[1] @ W[1]
+
+    fast = rewritten(scan, dtype, "lists")
+    assert set(dtypes(fast, "MatMul", u)) == {dtype}
+    assert error_of(fast(u), scan(u)) < 2 * EPS[dtype]
+
+
 def _next(h, u):
     return 0.999 * h + 0.001 * (u @ W[0])
 

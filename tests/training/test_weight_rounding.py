@@ -391,3 +391,12 @@ def test_a_second_build_keeps_the_lower_halves_of_split_weights():
     assert len(optimizer.variables) == len(before)
     for variable, kept in zip(optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), kept)
+
+
+def test_low_weights_follow_the_look_ahead_of_a_nesterov_momentum():
+    weight = keras.Variable(np.ones(2), dtype="bfloat16")
+    inner = optimizers.SGD(0.25, momentum=0.5, nesterov=True)
+    optimizer = tfamp.LossScaleOptimizer(inner, loss_scale=1.0, weight_rounding="split")
+    for expected in (0.625, 0.1875):  # Numbers that bfloat16 has.
+        optimizer.apply([tf.ones(2, "bfloat16")], [weight], unscaled=True)
+        assert weight.numpy().tolist() == [expected] * 2
