@@ -568,11 +568,6 @@ def clipped(optimizer: Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
     return list(keras_symbol(optimizer, "_clip_gradients")(gradients))
 
 
-def rate_is_called(optimizer: Optimizer) -> bool:
-    """Whether the learning rate is a function or schedule. Symbol: `_learning_rate`."""
-    return callable(keras_symbol(optimizer, "_learning_rate"))
-
-
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers of a `MultiOptimizer`. Symbol: `_inner_optimizers`."""
     return list(keras_symbol(optimizer, "_inner_optimizers"))

@@ -341,11 +341,9 @@ def _lion_slots(
 
 def _adafactor_numbers(optimizer: Optimizer, rate: Tensor) -> tuple[Tensor, ...]:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
-    if not keras_hooks.rate_is_called(optimizer) and optimizer.relative_step:
-        rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
     beta_2 = 1.0 - tf.pow(step, _number(optimizer.beta_2_decay))
     settings = optimizer.epsilon_1, optimizer.epsilon_2, optimizer.clip_threshold
-    rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
+    rate = tf.minimum(rate, 1.0 / tf.sqrt(step))  # Keras bounds it whatever `relative_step` is.
     return (rate, beta_2, 1.0 - beta_2, *map(_number, settings))
 
 
