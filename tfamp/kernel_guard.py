@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Method, Nest, Op, Tensor
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.interop import op_calls, tf_private
-from tfamp.interop.op_calls import EagerOp
+from tfamp.interop.op_calls import Backward, EagerOp
 from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.machine.hardware import onednn_dtypes
@@ -337,23 +337,60 @@ hooks = Patch(
 )
 
 
+def guard_gradients(operations: Iterable[Op]) -> None:
+    """Makes gradients of low ops that exist already add up in float32.
+
+    Graphs of functions that the ops call, such as bodies of loops, are included. For ops that
+    were imported into a graph, which TensorFlow may differentiate later.
+    """
+    with guarded():
+        for operation in operations:
+            if operation.type in GUARDED_OPS:
+                names = tf_private.attr_kinds(operation.type)
+                attrs = {name: operation.get_attr(name) for name in names}
+                call = _call_of(operation.type, list(operation.inputs), attrs)
+                if call is not None and _gradient_is_guarded(call):
+                    op_calls.set_gradient(operation, _backward(operation, call))
+            if operation.type == "Cast" and _low_dtype(operation.inputs[0]):
+                op_calls.set_gradient(operation, _backward_of_cast(operation))
+            for graph in tf_private.kept_body_graphs(operation):
+                guard_gradients(graph.get_operations())
+
+
 def _record(operation: Op | EagerOp, call: _Call | None) -> None:
     """Records an op on the tapes; with a call its gradient runs under the guard."""
+    # With a call before the operation gets `backward`.
+    backward = _backward(operation, call)
+    if call is not None and isinstance(operation, tf.Operation):
+        op_calls.set_gradient(operation, backward)
     inputs, outputs = list(operation.inputs), list(operation.outputs)
-    # With a call before the operation gets `backward`. Ops that have gradients only.
+    for output in outputs:
+        setattr(output, _RECORDED, True)
+    op_calls.record(operation.type, inputs, outputs, backward)
+
+
+def _backward(operation: Op | EagerOp, call: _Call | None) -> Backward:
+    """The gradient of an op; with a call, which only ops with gradients have, under the guard."""
     gradient = None if call is None else op_calls.gradient_function(operation)
 
     def backward(*upstream: Tensor) -> list[Tensor]:
         if gradient is None:
             return _listed(op_calls.gradient_function(operation)(operation, *upstream))
         with guarded():
-            return list(map(_summed, _listed(gradient(operation, *upstream)), inputs))
+            gradients = _listed(gradient(operation, *upstream))
+            return list(map(_summed, gradients, operation.inputs))
 
-    if call is not None and isinstance(operation, tf.Operation):
-        op_calls.set_gradient(operation, backward)
-    for output in outputs:
-        setattr(output, _RECORDED, True)
-    op_calls.record(operation.type, inputs, outputs, backward)
+    return backward
+
+
+def _backward_of_cast(operation: Op) -> Backward:
+    """The gradient of a Cast from a low dtype, which adds up slices in the other dtype."""
+    gradient = op_calls.gradient_function(operation)
+
+    def backward(upstream: Tensor) -> list[Tensor]:
+        return _listed(gradient(operation, _summed(upstream, operation.inputs[0])))
+
+    return backward
 
 
 def _listed(gradients: Nest) -> list[Tensor]:
@@ -361,11 +398,11 @@ def _listed(gradients: Nest) -> list[Tensor]:
 
 
 def _summed(gradient: Tensor, value: Tensor) -> Tensor:
-    """The sum of a gradient's slices, unless the next gradient adds them up in float32.
+    """The sum of the slices of a low value's gradient, unless the next gradient adds them up.
 
     That is the gradient of a Cast, such as a variable's: it keeps the slices.
     """
-    if not isinstance(gradient, tf.IndexedSlices) or not _low_dtype(gradient.values):
+    if not isinstance(gradient, tf.IndexedSlices) or not _low_dtype(value):
         return gradient
     if tf.is_symbolic_tensor(value):
         is_cast = value.op.type in _SLICED

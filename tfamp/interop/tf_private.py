@@ -513,6 +513,28 @@ def keep_handle_data(loop: Op, loops: Collection[str]) -> None:
         loop._body_graph = body
 
 
+def kept_body_graphs(operation: Op) -> list[TFGraph]:
+    """Returns the graphs of an imported loop's or conditional's bodies, which it keeps from now on.
+
+    TensorFlow makes them again for each gradient, unless the op has them.
+
+    Symbols: `while_v2._get_graph`, `cond_v2.get_func_graphs`, and the attributes in which ops
+    keep the graphs: `_body_graph`, `_true_graph`, `_false_graph`, `_branch_graph_0` and so on.
+    """
+    if operation.type in ("While", "StatelessWhile"):
+        operation._body_graph = private("ops.while_v2:_get_graph")(operation, "body", "_body_graph")
+        return [operation._body_graph]
+    if operation.type in ("If", "StatelessIf", "Case", "StatelessCase"):
+        graphs = list(private("ops.cond_v2:get_func_graphs")(operation))
+        of_if = ("_true_graph", "_false_graph")
+        is_case = operation.type.endswith("Case")
+        names = [f"_branch_graph_{i}" for i in range(len(graphs))] if is_case else of_if
+        for name, graph in zip(names, graphs, strict=True):
+            setattr(operation, name, graph)
+        return graphs
+    return []
+
+
 def note_variables(variables: Iterable[Variable]) -> None:
     """Registers variables with the function being traced, so that tapes outside watch them.
 

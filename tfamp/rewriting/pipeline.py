@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfamp import kernel_guard
 from tfamp.core.kinds import Nest, NodeDef, Tensor, Trace
 from tfamp.graph.calibration import measure
 from tfamp.graph.graph import Graph, new_suffix
@@ -165,7 +166,10 @@ def _into_current_graph(
     with_gradients = {function for function, _ in custom_nodes(graph) if function}
     adopt_gradients(graph, host)
     outputs = [tensor.name for tensor in traced.outputs]
+    before = len(current.get_operations())
     results = _import(graph, inputs, outputs, scope)
+    if options.dtype != FLOAT32:
+        kernel_guard.guard_gradients(current.get_operations()[before:])
     tf_private.give_graphs(with_gradients)
     tf_private.note_variables(traced.graph.variables)
     return results
