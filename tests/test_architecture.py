@@ -32,7 +32,9 @@ EDGES = {
     "training": "core interop",
     "optimizer": "core interop training",
     "gradient_accumulator": "core interop training optimizer",
-    "rewriting": "core planning interop machine kernel_guard policy graph torch_style layers reports",
+    "rewriting": (
+        "core planning interop machine kernel_guard policy graph torch_style layers reports"
+    ),
     "levels": (
         "core reports planning interop machine policy torch_style layers training optimizer "
         "rewriting"

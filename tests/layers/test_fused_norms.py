@@ -333,3 +333,62 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
     assert_all_close(actual, expected, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
+
+
+def trained(low):
+    """A model with a fused layer, and one whose dtype a user chose, and a function to train it."""
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(dtype="float32"),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    x, y = np.random.default_rng(5).standard_normal((2, 64, 8)).astype("float32")
+
+    def train(model, epochs):
+        model.fit(x, y[:, :3], batch_size=16, epochs=epochs, shuffle=False, verbose=0)
+
+    train(model, 2)
+    return model, train
+
+
+def test_a_model_loaded_under_its_policy_goes_on_bit_for_bit(low, tmp_path):
+    path = tmp_path / "model.keras"
+    with tfamp.policy_scope(f"mixed_{low}"):
+        model, train = trained(low)
+        model.save(path)
+        loaded = keras.models.load_model(path)
+    dtypes = [layer.output.dtype for layer in model.layers]
+    assert dtypes == [low, low, low, "float32", "float32"]
+    assert [layer.output.dtype for layer in loaded.layers] == dtypes
+    calls = tfamp.diagnostics.op_counts(lambda: loaded(np.ones((4, 8), "float32"), training=True))
+    assert calls["FusedBatchNormV3"] == {low: 1}
+    for each in (model, loaded):
+        train(each, 12)
+    for one, other in zip(model.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    loaded.save(path)  # The mark is kept.
+    with tfamp.policy_scope(f"mixed_{low}"):
+        again = keras.models.load_model(path)
+    assert [layer.output.dtype for layer in again.layers] == dtypes
+
+
+def test_a_model_loaded_elsewhere_has_kerass_layers(low, tmp_path):
+    path = tmp_path / "model.keras"
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[low]
+    with tfamp.policy_scope(f"mixed_{low}"):
+        model, _ = trained(low)
+        model.save(path)
+    for policy in ("float32", f"mixed_{other}"):
+        with tfamp.policy_scope(policy):
+            loaded = keras.models.load_model(path)
+        assert loaded.layers[1].output.dtype == "float32"
+        assert [layer.compute_dtype for layer in loaded.layers] == [
+            layer.compute_dtype for layer in model.layers
+        ]

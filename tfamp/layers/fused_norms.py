@@ -8,12 +8,14 @@ The kernel reads its input and writes its output once, in the low dtype, and com
 in between. The same formula in separate ops casts to float32 first and reads that tensor
 several times.
 
-The methods are wrapped on single layers: a layer created under another policy, or loaded from a
-file, is Keras's own, and a wrapped one keeps its kernel when the policy changes.
+The methods are wrapped on single layers: a layer created under another policy is Keras's own,
+and a wrapped one keeps its kernel when the policy changes. A file says which layers were wrapped,
+where Keras looks only for shapes: loaded under the same policy, they are again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -29,6 +31,8 @@ from tfamp.layers.assignment import assignments
 # Methods that a subclass may override without changing the arithmetic.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
 _OPS = ("FusedBatchNormV3", "FusedBatchNormGradV3")
+# Key of a layer's build configuration: the low dtype, of a layer that used the kernel.
+_FUSED = "tfamp_fused"
 # Some versions of cuDNN refuse an epsilon below 1e-5; Keras's applications have this one.
 _LEAST_EPSILON_ON_GPUS = 1.001e-5
 
@@ -77,8 +81,24 @@ def fuse(layer: Layer, low: str) -> None:
         spec = original(inputs, *args, **kwargs)
         return keras.KerasTensor(spec.shape, dtype=output_dtype(inputs), sparse=spec.sparse)
 
-    wrap_method(layer, "call", call)
-    wrap_method(layer, "compute_output_spec", compute_output_spec)
+    def get_build_config(original: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        config, assignment = original(), assignments.get(layer)
+        is_fused = assignment is not None and assignment.role == "statistics"
+        return {**config, _FUSED: low} if config and is_fused else config
+
+    for around in (call, compute_output_spec, get_build_config):
+        wrap_method(layer, around.__name__, around)
+
+
+def on_load(layer: Layer, low: str, manage: Callable[[], None]) -> None:
+    """Calls `manage` when a layer is loaded from a file in which it used the kernel for `low`."""
+
+    def build_from_config(original: Method, config: dict[str, Any]) -> None:
+        if config.get(_FUSED) == low:
+            manage()
+        original(config)
+
+    wrap_method(layer, "build_from_config", build_from_config)
 
 
 def fits(layer: Layer, inputs: Tensor, dtype: str, training: bool | None) -> bool:

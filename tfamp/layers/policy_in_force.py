@@ -9,6 +9,7 @@ all Keras does.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -25,7 +26,7 @@ from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
-from tfamp.layers import model_calls
+from tfamp.layers import fused_norms, model_calls
 from tfamp.layers.assignment import assignments
 from tfamp.layers.records import WeakMap
 from tfamp.policy import POLICY_NAMES, Policy
@@ -272,9 +273,15 @@ def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> No
     original(layer, *args, **kwargs)
     if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)
+        manage = functools.partial(_manage, layer, policy)
         if dtype is None:
-            assignment = model_calls.assignment_under(layer, policy, "policy")
-            model_calls.manage(layer, policy, assignment)
+            manage()
+        elif fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer)):
+            fused_norms.on_load(layer, policy.compute_dtype, manage)
+
+
+def _manage(layer: Layer, policy: Policy) -> None:
+    model_calls.manage(layer, policy, model_calls.assignment_under(layer, policy, "policy"))
 
 
 def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: Any) -> None:
