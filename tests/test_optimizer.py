@@ -329,3 +329,12 @@ def test_keras_accumulates_gradients_of_low_variables():
     for run, values in ((step, [8.0, 16.0]), (tf.function(step), [24.0, 16.0])):
         run(tf.constant(values, "float16"))
     assert keras.ops.cast(weight, "float32").numpy().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("unscaled", ["yes", 1, 0.0])
+def test_unscaled_is_a_bool(unscaled):
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    with pytest.raises(TypeError, match="unscaled must be True or False"):
+        optimizer.apply_gradients([(tf.constant([8.0]), weight)], unscaled=unscaled)
+    assert weight.numpy() == 1.0

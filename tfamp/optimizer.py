@@ -398,6 +398,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             trainable_variables = self._trainable_variables
         grads, variables = list(grads), list(trainable_variables)
         gradient_lib.check_gradients(grads, variables)
+        if unscaled is not None:
+            options.checked_flag("unscaled", unscaled)
         check_in_replica()
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
