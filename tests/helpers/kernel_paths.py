@@ -18,7 +18,8 @@ from helpers.kernel_cases import KernelCase
 from tfamp.interop import tf_private
 from tfamp.planning.kernels import OpCall
 
-FUNCTION_PATHS = ("rewrite", "autocast", "eager autocast")
+OUTER_TAPE = "rewrite, outer tape"
+FUNCTION_PATHS = ("rewrite", OUTER_TAPE, "autocast", "eager autocast")
 LAYER_PATHS = ("policy", "eager policy", "O2")
 # Keras's own policy, without tfamp, for comparison.
 KERAS = "Keras's policy"
@@ -156,17 +157,19 @@ def _attribute(op: Any, name: str) -> Any:
 # ---- Functions -----------------------------------------------------------------------------------
 
 
-def _with_gradients(case: KernelCase) -> Callable[..., list[Any]]:
-    """A function of the case's arguments and the upstream gradient: the result and gradients.
+def _forward(case: KernelCase) -> Callable[..., Any]:
+    """The call between products, so that its tensors are low in both directions."""
+    return lambda *tensors: _through_product(case.call(*map(_through_product, tensors)))
 
-    The call stands between products, so that its tensors are low in both directions.
-    """
+
+def _with_gradients(case: KernelCase, forward: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """A function of the case's arguments and the upstream gradient: the result and gradients."""
 
     def run(upstream: Any, *tensors: Any) -> list[Any]:
         watched = [tensors[i] for i in case.wrt]
         with tf.GradientTape() as tape:
             tape.watch(watched)
-            result = _through_product(case.call(*map(_through_product, tensors)))
+            result = forward(*tensors)
         if not watched:
             return [result]
         given = tf.cast(upstream, result.dtype)
@@ -184,9 +187,14 @@ def _through_product(x: Any) -> Any:
 def _function_deviations(case: KernelCase, path: str, dtype: str) -> list[Deviation]:
     tensors = [tf.constant(array) for array in arrays_of(case, dtype)]
     given = tf.constant(_upstream(case.call(*tensors).shape, dtype))
-    plain = _with_gradients(case)
+    forward = _forward(case)
+    plain = _with_gradients(case, forward)
     expected = tf.function(plain, autograph=False)(given, *tensors)
-    actual = _by_path(plain, path, dtype)(given, *tensors)
+    if path == OUTER_TAPE:
+        run = _with_gradients(case, tfamp.rewrite(forward, dtype=dtype))
+    else:
+        run = _by_path(plain, path, dtype)
+    actual = run(given, *tensors)
     names = ["result", *(f"gradient {i}" for i in case.wrt)]
     return _deviations(names, _wide(actual), _wide(expected))
 
