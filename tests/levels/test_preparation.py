@@ -400,6 +400,7 @@ def test_unknown_environment_variables_are_ignored_with_a_warning(monkeypatch):
     calls = [
         lambda: tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}, dtype="bfloat16"),
         lambda: tfamp.rewrite(tf.tanh, dtype="bfloat16"),
+        lambda: tfamp.set_global_policy("float32"),
     ]
     made = []
     for call in calls:

@@ -29,6 +29,7 @@ from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
 from tfamp.layers import fused_norms, model_calls
 from tfamp.layers.assignment import assignments
 from tfamp.layers.records import WeakMap
+from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
@@ -89,6 +90,7 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
         >>> set_global_policy("float32")
     """
     global _process
+    hardware.warn_of_variables()
     level, scope = _Level(_as_policy(policy)), _scopes.innermost
     with _lock:
         if scope is not None:
