@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Method, Nest, Op, Tensor
 from tfamp.core.scopes import Scope, ScopeStack
-from tfamp.interop import op_calls, tf_private
+from tfamp.interop import imported_graphs, op_calls, tf_private
 from tfamp.interop.op_calls import Backward, EagerOp
 from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import OpInput, op_inputs
@@ -353,7 +353,7 @@ def guard_gradients(operations: Iterable[Op]) -> None:
                     op_calls.set_gradient(operation, _backward(operation, call))
             if operation.type == "Cast" and _low_dtype(operation.inputs[0]):
                 op_calls.set_gradient(operation, _backward_of_cast(operation))
-            for graph in tf_private.kept_body_graphs(operation):
+            for graph in imported_graphs.kept_body_graphs(operation):
                 guard_gradients(graph.get_operations())
 
 

@@ -1,7 +1,6 @@
 """Each private TensorFlow symbol, so that a release that changes one says which."""
 
 import contextlib
-import gc
 import os
 import tempfile
 import types
@@ -349,37 +348,6 @@ def test_capture_gives_the_tensor_of_the_function_being_traced():
     assert fn.get_concrete_function().captured_inputs[0] is outside
 
 
-def test_noted_variables_are_watched_by_tapes_outside():
-    variable = tf.Variable(2.0)
-
-    @tf.function
-    def fn():
-        tf_private.note_variables([variable])
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
-
-    with tf.GradientTape() as tape:
-        value = fn()
-    assert tape.watched_variables()[0] is variable
-    assert float(tape.gradient(value, variable)) == 1.0
-
-
-def test_registered_functions_can_be_called_until_their_owner_is_gone():
-    class Owner:
-        pass
-
-    traced = tf.function(lambda x: x + x).get_concrete_function(tf.TensorSpec(()))
-    definition = type(traced.function_def)()
-    definition.CopyFrom(traced.function_def)
-    definition.signature.name = "registered_by_a_test"
-    owner = Owner()
-    tf_private.register_functions([definition], owner)
-    context = tf_private.private("eager.context:context")()
-    assert context.has_function(definition.signature.name)
-    del owner
-    gc.collect()
-    assert not context.has_function(definition.signature.name)
-
-
 def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
     @tf.RegisterGradient("TfampTestGradient")
     def gradient(op, upstream):
@@ -388,42 +356,6 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
     assert tf_private.registered_gradient("TfampTestGradient") is gradient
     with pytest.raises(LookupError, match="TfampNoSuchGradient"):
         tf_private.registered_gradient("TfampNoSuchGradient")
-
-
-def _differentiated():
-    """The gradient of a function with an imported call."""
-    inner = tf.function(lambda x: x * x, experimental_attributes={"_noinline": True})
-    outer = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec(()))
-    graph_def = outer.graph.as_graph_def()
-    nodes = [node for node in graph_def.node if "PartitionedCall" in node.op]
-
-    @tf.function(autograph=False)
-    def fn(x):
-        (result,) = tf.graph_util.import_graph_def(
-            graph_def, {"x:0": x}, [f"{nodes[0].name}:0"], name="imported"
-        )
-        return tf_private.differentiate_call(result.op, [tf.constant(1.0)])
-
-    return fn(tf.constant(3.0))
-
-
-def test_an_imported_call_is_differentiated():
-    assert [float(gradient) for gradient in _differentiated()] == [6.0]
-
-
-@pytest.mark.parametrize(
-    "symbol", ["from_structured_signature", "from_func_graph", "_get_gradient_function"]
-)
-def test_a_symbol_that_a_call_is_differentiated_by_is_named_if_it_is_missing(monkeypatch, symbol):
-    original = tf_private.foreign_symbol
-
-    def without(owner, name, library):
-        hidden = types.SimpleNamespace() if name == symbol else owner
-        return original(hidden, name, library)
-
-    monkeypatch.setattr(tf_private, "foreign_symbol", without)
-    with pytest.raises(tfamp.UnsupportedVersionError, match=f"{symbol} is not in TensorFlow"):
-        _differentiated()
 
 
 @pytest.mark.parametrize("jit", [True, None])

@@ -24,7 +24,7 @@ from tfamp.graph.graph import Graph
 from tfamp.graph.inlining import INLINED_INTO, argument_name
 from tfamp.graph.nodes import GRADIENT, attribute_text
 from tfamp.graph.ops import CALLS
-from tfamp.interop import tf_private
+from tfamp.interop import imported_graphs, tf_private
 from tfamp.interop.tf_private import as_written
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
@@ -77,7 +77,7 @@ class Host:
         graph = self.graph()
         if not function or graph is None:
             return self.counterpart(name)
-        return tf_private.graph_of_function(graph, function).get_operation_by_name(name)
+        return imported_graphs.graph_of_function(graph, function).get_operation_by_name(name)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _call_gradient() -> str:
 
 def _differentiate_call(op: Op | None, *gradients: Tensor | None) -> Sequence[Tensor | None]:
     # TensorFlow passes no op while a model is saved. Calls get new gradients on loading.
-    return [] if op is None else tf_private.differentiate_call(op, gradients)
+    return [] if op is None else imported_graphs.differentiate_call(op, gradients)
 
 
 def custom_nodes(graph: Graph) -> Iterator[tuple[str, NodeDef]]:

@@ -26,7 +26,7 @@ from tfamp.graph.graph import Graph, new_suffix
 from tfamp.graph.inlining import INLINED_INTO
 from tfamp.graph.nodes import SHAPES
 from tfamp.graph.rewrite import PreparedGraph, convert_prepared, decided, prepare, resolved
-from tfamp.interop import tf_private
+from tfamp.interop import imported_graphs, tf_private
 from tfamp.planning.decision import Decision
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
@@ -170,8 +170,8 @@ def _into_current_graph(
     results = _import(graph, inputs, outputs, scope)
     if options.dtype != FLOAT32:
         kernel_guard.guard_gradients(current.get_operations()[before:])
-    tf_private.give_graphs(with_gradients)
-    tf_private.note_variables(traced.graph.variables)
+    imported_graphs.give_graphs(with_gradients)
+    imported_graphs.note_variables(traced.graph.variables)
     return results
 
 
@@ -222,7 +222,7 @@ def _import(
         for attr in _LEFT_OUT:
             node.attr.pop(attr, None)
     library = graph.graph_def.library
-    tf_private.register_functions(library.function, tf.compat.v1.get_default_graph())
+    imported_graphs.register_functions(library.function, tf.compat.v1.get_default_graph())
     used = {name for node in graph.main.nodes for name in node.input}
     mapped = {
         name: value
@@ -239,9 +239,9 @@ def _import(
     for loop in imported[len(made) :]:
         # Second derivatives need what the handles of variables refer to.
         if nested:
-            tf_private.keep_handle_data(loop, LOOPS)
+            imported_graphs.keep_handle_data(loop, LOOPS)
         else:
-            tf_private.copy_handle_data(loop.inputs, loop.outputs)
+            imported_graphs.copy_handle_data(loop.inputs, loop.outputs)
     tensors = dict(zip(made, imported, strict=False))
     return [tensors[name] if name in tensors else tf.identity(values[name]) for name in outputs]
 
