@@ -302,6 +302,7 @@ def test_no_number_of_variables_takes_kerass_wrappers_file_for_ours(tmp_path):
     assert_same_values(*map(snapshot, inner))
 
 
+@pytest.mark.filterwarnings("ignore:No loss has been scaled")
 @pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
 @pytest.mark.parametrize(
     ("feature", "dtype"),

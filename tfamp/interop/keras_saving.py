@@ -221,6 +221,8 @@ class _Children(dict[str, Trackable]):
     """Objects of a wrapper that a checkpoint may hold; one mapping per checkpoint."""
 
     has_inner = False
+    # Whether the checkpoint and the optimizer hold floats of one and the same dtype, if known.
+    one_dtype: bool | None = None
 
 
 _Trackable: Any = tf.__internal__.tracking.Trackable
@@ -238,29 +240,34 @@ class _State(_Trackable):
 
     @property
     def _list(self) -> Trackable | None:
-        """The wrapper's list; None if the inner optimizer's is meant.
+        """The list that TensorFlow restores; None if `_restore_inner` casts each value.
 
         None also for a wrapper's variables to train, which are not its state.
         """
-        variables = getattr(self._wrapper, self._name) if self._siblings.has_inner else None
+        has_inner, wrapper = self._siblings.has_inner, self._wrapper
+        if not has_inner and not self._siblings.one_dtype:
+            return None
+        variables = getattr(wrapper if has_inner else wrapper.inner_optimizer, self._name)
         return variables if isinstance(variables, _Trackable) else None
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> Mapping[str, Trackable]:
         variables = self._list
         return {} if variables is None else variables._trackable_children(*args, **kwargs)
 
-    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Trackable | None:
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Trackable | None:
         variables = self._list
-        return None if variables is None else variables._lookup_dependency(*args, **kwargs)
+        return None if variables is None else variables._lookup_dependency(name)
 
     @property
     def _deferred_dependencies(self) -> Any:
-        # Of variables that are created later. TensorFlow adds what it found no object for: all
-        # that a bare optimizer saved, since the dtype of a value is known only here.
+        # Of variables that are created later. TensorFlow adds what it found no object for: of
+        # what a bare optimizer saved also the rest, as the dtype of a value is known only here.
         if not self._siblings.has_inner:
             return self
         variables = self._list
-        return (super() if variables is None else variables)._deferred_dependencies
+        if variables is None:
+            return super()._deferred_dependencies
+        return variables._deferred_dependencies
 
     def setdefault(self, name: str, default: Any) -> SimpleNamespace:
         """As of the dict of deferred dependencies, whose items are lists to append to."""
@@ -269,6 +276,8 @@ class _State(_Trackable):
     def _restore_inner(self, name: str, position: Any) -> None:
         """Restores a bare optimizer's value, now or when the inner one creates the variable."""
         wrapper, number, value = self._wrapper, int(name), _Value(position)
+        if self._siblings.one_dtype is None:
+            self._siblings.one_dtype = value.of_one_dtype_with(wrapper)
         held = getattr(wrapper.inner_optimizer, self._name)
         if not isinstance(held, _Trackable):
             return
@@ -289,6 +298,14 @@ class _Value:
 
     def __init__(self, position: Any) -> None:
         self.position, self.checkpoint = position, position.checkpoint
+
+    def of_one_dtype_with(self, wrapper: RestoresInner) -> bool:
+        """Whether all floats of the checkpoint and the wrapper have one dtype: none is cast."""
+        inner = wrapper.inner_optimizer
+        lists = inner._variables, inner._trainable_variables, wrapper._trainable_variables
+        ours = {tf.as_dtype(variable.dtype) for each in lists for variable in each}
+        dtypes = ours | {dtype.base_dtype for dtype in self.checkpoint.dtype_map.values()}
+        return sum(dtype.is_floating for dtype in dtypes) == 1
 
     def restore(self, variable: Variable, *copies: Variable) -> None:
         """Restores the value into a variable, and into what holds more of its digits."""
