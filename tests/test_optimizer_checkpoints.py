@@ -131,3 +131,227 @@ def test_weights_files_of_a_bare_optimizer_restore_its_state(tmp_path, inner):
     model.load_weights(tmp_path / "bare.weights.h5")
     assert_same_values(snapshot(model.optimizer.inner_optimizer), snapshot(bare.optimizer))
     assert float(model.optimizer.loss_scale) == 8.0
+
+
+SLOTTED = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.5),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+    "lion": lambda: keras.optimizers.Lion(0.05),
+}
+FEATURES = [
+    {},
+    {"master_weights": True, "hysteresis": 2},
+    {"weight_rounding": "stochastic"},
+    {"loss_scale": 8.0, "grad_clip": 1e9},
+]
+
+
+class Scalars(keras.Model):
+    """A model of a few scalar weights, so that only their number tells files apart."""
+
+    def __init__(self, optimizer, count=9, dtype="float32"):
+        super().__init__()
+        add = self.add_weight
+        self.scalars = [add(shape=(), initializer="ones", dtype=dtype) for _ in range(count)]
+        self.compile(optimizer, "mse", auto_scale_loss=False)
+        self.build((1, 1))
+
+    def call(self, x):
+        return x * sum(self.scalars)
+
+    def train(self, steps=2):
+        for _ in range(steps):
+            grads = [tf.constant(0.5 + i, v.dtype) for i, v in enumerate(self.scalars)]
+            self.optimizer.apply_gradients(zip(grads, self.scalars, strict=True))
+
+
+@pytest.fixture
+def bare_file(tmp_path):
+    """A function that trains with a bare optimizer and returns the model and its file."""
+
+    def save(optimizer, count=9):
+        model = Scalars(optimizer, count)
+        model.train()
+        model.save_weights(tmp_path / "bare.weights.h5")
+        return model, tmp_path / "bare.weights.h5"
+
+    return save
+
+
+def wrapped_like(optimizer, built, count=9, **feature):
+    model = Scalars(tfamp.LossScaleOptimizer(optimizer, **feature), count)
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")  # Of Keras, for an empty entry.
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("inner", SLOTTED)
+def test_a_bare_optimizers_weights_file_restores_slots_and_training_goes_on(
+    bare_file, inner, built
+):
+    bare, path = bare_file(SLOTTED[inner]())
+    loaded = [wrapped_like(SLOTTED[inner](), built, **each) for each in FEATURES]
+    for model in loaded:
+        start = float(model.optimizer.dynamic_scale)
+        model.load_weights(path)
+        optimizer = model.optimizer
+        assert (int(optimizer.iterations), float(optimizer.dynamic_scale)) == (2, start)
+        optimizer.build(model.trainable_variables)
+        assert_same_values(snapshot(optimizer.inner_optimizer), snapshot(bare.optimizer))
+        assert float(optimizer.loss_scale) == start
+        assert [int(optimizer.dynamic_counter), int(optimizer.skipped_steps)] == [0, 0]
+    bare.train()
+    like_bare = wrapped_like(SLOTTED[inner](), built, loss_scale=1.0)
+    bare_file(SLOTTED[inner]())
+    like_bare.load_weights(path)
+    like_bare.train()
+    np.testing.assert_allclose(like_bare.get_weights(), bare.get_weights(), rtol=1e-6)
+    assert_same_values(snapshot(like_bare.optimizer.inner_optimizer), snapshot(bare.optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+@pytest.mark.parametrize("count", range(8, 14))
+def test_no_number_of_weights_takes_a_bare_optimizers_file_for_a_wrappers(bare_file, count):
+    inner = SLOTTED["momentum"]
+    bare, path = bare_file(inner(), count)
+    for feature in FEATURES:
+        model = wrapped_like(inner(), False, count, **feature)
+        start = snapshot(model.optimizer)
+        model.load_weights(path)
+        own = len(start) - len(model.optimizer.inner_optimizer.variables)
+        after = list(snapshot(model.optimizer).values())
+        assert after[:own] == list(start.values())[:own]
+        model.optimizer.build(model.trainable_variables)
+        assert_same_values(snapshot(model.optimizer.inner_optimizer), snapshot(bare.optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_what_a_program_assigns_after_it_loaded_a_file_stays(bare_file):
+    bare, path = bare_file(SLOTTED["adam"]())
+    model = wrapped_like(SLOTTED["adam"](), False)
+    model.load_weights(path)
+    model.optimizer.learning_rate = 0.25
+    model.optimizer.build(model.trainable_variables)
+    assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
+    slots = [snapshot(each) for each in (model.optimizer.inner_optimizer, bare.optimizer)]
+    for value, wanted in list(zip(*(each.values() for each in slots), strict=True))[2:]:
+        np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("count", [7, 9])
+def test_a_file_of_another_optimizer_changes_nothing_and_the_warning_says_where(
+    bare_file, built, count
+):
+    _, path = bare_file(SLOTTED["adam"](), count)
+    model = wrapped_like(keras.optimizers.SGD(0.125, momentum=0.5), built, count)
+    wanted = snapshot(
+        wrapped_like(keras.optimizers.SGD(0.125, momentum=0.5), True, count).optimizer
+    )
+    with pytest.warns(tfamp.TfampWarning, match="restored into the inner_optimizer of"):
+        model.load_weights(path)
+        model.optimizer.build(model.trainable_variables)
+    assert_same_values(snapshot(model.optimizer), wanted)
+    model.train()
+    assert int(model.optimizer.iterations) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda each: "-".join(each) or "none")
+def test_a_wrappers_own_weights_file_is_no_bare_optimizers(tmp_path, feature):
+    """Even where it holds as many variables as the inner optimizer."""
+    path = tmp_path / "own.weights.h5"
+    saved = wrapped_like(SLOTTED["momentum"](), True, **feature)
+    saved.train()
+    saved.optimizer.dynamic_scale.assign(4.0)
+    saved.save_weights(path)
+    model = wrapped_like(SLOTTED["momentum"](), True, **feature)
+    model.load_weights(path)
+    assert_same_values(snapshot(model.optimizer), snapshot(saved.optimizer))
+
+    unbuilt = wrapped_like(SLOTTED["momentum"](), False, **feature)
+    unbuilt.save_weights(path)
+    count = len(unbuilt.optimizer.variables) - 2
+    model = wrapped_like(SLOTTED["momentum"](), True, count, **feature)
+    assert len(model.optimizer.inner_optimizer.variables) == len(unbuilt.optimizer.variables)
+    before = snapshot(model.optimizer)
+    model.optimizer.load_own_variables(
+        {str(i): variable.numpy() for i, variable in enumerate(unbuilt.optimizer.variables)}
+    )
+    assert_same_values(snapshot(model.optimizer), before)
+
+
+def test_no_number_of_variables_takes_kerass_wrappers_file_for_ours(tmp_path):
+    theirs = Scalars(keras.optimizers.LossScaleOptimizer(SLOTTED["momentum"]()), 5)
+    theirs.train()
+    theirs.save_weights(tmp_path / "theirs.weights.h5")
+    model = wrapped_like(SLOTTED["momentum"](), False, 5)
+    assert len(model.optimizer.variables) == len(theirs.optimizer.variables)
+    before = snapshot(model.optimizer)
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        model.load_weights(tmp_path / "theirs.weights.h5")
+    assert_same_values(snapshot(model.optimizer), before)
+
+    built = wrapped_like(SLOTTED["momentum"](), True, 5)
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        built.load_weights(tmp_path / "theirs.weights.h5")
+    inner = [each.optimizer.inner_optimizer for each in (built, theirs)]
+    assert_same_values(*map(snapshot, inner))
+
+
+@pytest.mark.filterwarnings("ignore:No loss has been scaled")
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize(
+    ("feature", "dtype"),
+    [
+        ({"master_weights": True}, "float16"),
+        ({"weight_rounding": "stochastic"}, "float16"),
+        ({"weight_rounding": "split"}, "bfloat16"),
+    ],
+    ids=["masters", "stochastic", "split"],
+)
+def test_low_precision_slots_of_a_bare_optimizers_checkpoint_are_cast(
+    tmp_path, feature, dtype, built
+):
+    for inner in reversed(SLOTTED.values()):  # Adam divides by zero in bfloat16.
+        bare = Scalars(inner(), 3, dtype)
+        bare.train()
+        path = tf.train.Checkpoint(o=bare.optimizer).write(str(tmp_path / "bare"))
+        model = Scalars(tfamp.LossScaleOptimizer(inner(), **feature), 3, dtype)
+        optimizer = model.optimizer
+        if built:
+            optimizer.build(model.trainable_variables)
+        else:  # A checkpoint of the optimizer alone holds the weights it was built for.
+            model.set_weights(bare.get_weights())
+        tf.train.Checkpoint(o=optimizer).read(path)
+        optimizer.build(model.trainable_variables)
+        assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (2.0**15, 2)
+        pairs = zip(optimizer.inner_optimizer.variables, bare.optimizer.variables, strict=True)
+        for slot, saved in pairs:
+            wanted = tf.cast(tf.convert_to_tensor(saved), slot.dtype)
+            np.testing.assert_array_equal(slot.numpy(), wanted.numpy())
+        assert_same_values(snapshot(model), snapshot(bare))
+        for master, weight in zip(optimizer.master_variables, bare.scalars, strict=False):
+            np.testing.assert_array_equal(master, tf.cast(tf.convert_to_tensor(weight), "float32"))
+    model.train(1)
+    bare.train(1)
+    close = np.testing.assert_allclose
+    close(*([np.float32(w) for w in m.get_weights()] for m in (model, bare)), rtol=0.02)
+
+
+def test_weights_of_a_bare_optimizers_checkpoint_reach_the_model_and_its_masters(tmp_path):
+    bare = Scalars(SLOTTED["adam"](), 3)
+    bare.train(3)
+    path = tf.train.Checkpoint(o=bare.optimizer).write(str(tmp_path / "bare"))
+    for feature in ({"master_weights": True}, {"weight_rounding": "split"}):
+        model = Scalars(tfamp.LossScaleOptimizer(SLOTTED["adam"](), **feature), 3, "bfloat16")
+        model.optimizer.build(model.trainable_variables)
+        tf.train.Checkpoint(o=model.optimizer).read(path)
+        exact = model.optimizer.stored_weights.exact_values(model.scalars)
+        np.testing.assert_array_equal(exact, bare.get_weights())
+        if "master_weights" in feature:
+            rounded = tf.cast(bare.get_weights(), "bfloat16")
+            np.testing.assert_array_equal(model.get_weights(), rounded)

@@ -223,6 +223,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
             self.stored_weights.build(var_list)
+        self._load_waiting()
         # Not Keras's build, which would create state by the settings of the inner optimizer.
         for index, variable in enumerate(var_list):
             self._trainable_variables_indices[self._var_key(variable)] = index
@@ -588,18 +589,6 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             "slots": self.slots,
             "grad_clip": None if clip is None else clip.to_dict(),
         }
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the state from a Keras file, also one that the inner optimizer saved alone.
-
-        Args:
-            store: The saved variables by number, as Keras gives them.
-        """
-        saved_alone = len(store.keys()) == len(self.inner_optimizer.variables)
-        if saved_alone:
-            self.inner_optimizer.load_own_variables(store)
-        else:
-            super().load_own_variables(store)
 
     def _only_in_saved_models(self) -> dict[str, Any]:
         mark = self.gradient_record.in_use

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.kinds import Optimizer
+from tfamp.core.kinds import Optimizer, Variable
 from tfamp.interop.patching import level_of_user
 
 # Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
 _LISTS = ("_variables", "_trainable_variables")
 _OF_EVERY_OPTIMIZER = {*_LISTS, "_trainable_variables_indices", "_iterations", "_learning_rate"}
 _INNER = "inner_optimizer"
+# What a Keras file holds of a variable: the kind of its numbers and its shape.
+_Form: TypeAlias = tuple[str, tuple[int, ...]]
+# The first variables of Keras's LossScaleOptimizer: its iterations and learning rate, then its
+# step counter and scale or, before it is built, those of the inner optimizer.
+_OF_KERAS_WRAPPER: list[_Form] = [("int", ()), ("float", ()), ("int", ()), ("float", ())]
 # What TensorFlow tracks and saves.
 Trackable: TypeAlias = Any
 # Settings of an optimizer that Keras 3 does not have.
@@ -82,8 +91,26 @@ def read_optimizer(saved: Any, custom_objects: Mapping[str, Any] | None) -> Opti
         return keras.optimizers.get(saved)
 
 
+@dataclass
+class _Waiting:
+    """Values of a bare optimizer's file for variables that the inner optimizer will create.
+
+    Attributes:
+        values: All values of the file.
+        early: The variables that existed, with the value each had before the file's.
+    """
+
+    values: list[Any]
+    early: list[tuple[Variable, Any]]
+
+
 class RestoresInner:
     """Mixin of an optimizer wrapper that also restores what its inner optimizer saved alone.
+
+    Keras's files hold the variables of an optimizer by number. A wrapper's start with its own,
+    flags among them, and no optimizer of Keras has a flag: a file that does not start with
+    variables of these kinds and shapes is another optimizer's, and none of its values goes to
+    the wrapper.
 
     TensorFlow restores an object's children by name. The variables of a wrapper and those of a
     bare optimizer have the same names, so that a momentum would become the loss scale. A
@@ -93,6 +120,67 @@ class RestoresInner:
     """
 
     inner_optimizer: Optimizer
+    stored_weights: Any
+    _variables: list[Variable]
+    _trainable_variables: list[Variable]
+    _waiting: _Waiting | None = None
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the state from a Keras file, also one that the inner optimizer saved alone.
+
+        The latter's values for variables that do not exist yet are kept until `build`.
+
+        Args:
+            store: The saved variables by number, as Keras gives them.
+
+        Warns:
+            TfampWarning: The file is of a bare optimizer that the inner one does not match.
+        """
+        self._waiting = None
+        own = [_form(variable) for variable in self._variables]
+        last_flag = max(i for i, (kind, _) in enumerate(own) if kind == "bool")
+        inner, count = self.inner_optimizer, len(store.keys())
+        if "0" not in store or _starts_with(store, own[: last_flag + 1]):
+            super().load_own_variables(store)  # type: ignore[misc]
+        elif _starts_with(store, _OF_KERAS_WRAPPER) and not hasattr(inner, "optimizers"):
+            # Keras warns of another number of variables. The same number is none to go by.
+            other = count != len(self.variables)  # type: ignore[attr-defined]
+            super().load_own_variables(store if other else {})  # type: ignore[misc]
+        else:
+            values = [store[str(i)] for i in range(count)]
+            self._waiting = _Waiting(values, [])
+            if inner.built or _fit(values, inner.variables):
+                self._load_waiting()
+            elif _fit(values[: len(inner._variables)], inner._variables):
+                early = list(inner._variables)  # The iterations, for example.
+                self._waiting.early = [(each, keras.ops.convert_to_numpy(each)) for each in early]
+                for variable, value in zip(early, values, strict=False):
+                    variable.assign(value)
+
+    def _load_waiting(self) -> None:
+        """Loads what a bare optimizer's file holds of variables that exist now."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        inner, values = self.inner_optimizer, waiting.values
+        if _fit(values, inner.variables):
+            early = {id(variable) for variable, _ in waiting.early}
+            for variable, value in zip(inner.variables, values, strict=True):
+                if id(variable) not in early:  # The program may have assigned others since.
+                    variable.assign(value)
+            return
+        for (variable, before), value in zip(waiting.early, values, strict=False):
+            if np.array_equal(keras.ops.convert_to_numpy(variable), value):
+                variable.assign(before)
+        warnings.warn(
+            f"Nothing was restored into the inner_optimizer of {self.name}, "  # type: ignore[attr-defined]
+            f"{inner.name}: the file holds {len(values)} variables of an optimizer without loss "
+            f"scaling, whose number or shapes are not those of its {len(inner.variables)}. For "
+            "its slots and iterations, give LossScaleOptimizer an inner_optimizer of the same "
+            "class, settings and trainable variables as the one that was saved.",
+            TfampWarning,
+            stacklevel=level_of_user(),
+        )
 
     def _only_in_saved_models(self) -> dict[str, Trackable]:
         """Variables that functions capture, and that no checkpoint holds."""
@@ -122,13 +210,19 @@ class RestoresInner:
         # The values of the other common names are in the lists, too.
         if name in _OF_EVERY_OPTIMIZER:
             return None
-        return self.inner_optimizer._lookup_dependency(name)
+        found = self.inner_optimizer._lookup_dependency(name)
+        if isinstance(found, list):
+            return _State(self, name, children)
+        in_list = any(found is variable for variable in self.inner_optimizer._variables)
+        return None if in_list else found
 
 
 class _Children(dict[str, Trackable]):
     """Objects of a wrapper that a checkpoint may hold; one mapping per checkpoint."""
 
     has_inner = False
+    # Whether the checkpoint and the optimizer hold floats of one and the same dtype, if known.
+    one_dtype: bool | None = None
 
 
 _Trackable: Any = tf.__internal__.tracking.Trackable
@@ -146,8 +240,13 @@ class _State(_Trackable):
 
     @property
     def _list(self) -> Trackable | None:
-        """The list; None for a wrapper's variables to train, which are not its state."""
+        """The list that TensorFlow restores; None if `_restore_inner` casts each value.
+
+        None also for a wrapper's variables to train, which are not its state.
+        """
         has_inner, wrapper = self._siblings.has_inner, self._wrapper
+        if not has_inner and not self._siblings.one_dtype:
+            return None
         variables = getattr(wrapper if has_inner else wrapper.inner_optimizer, self._name)
         return variables if isinstance(variables, _Trackable) else None
 
@@ -155,14 +254,98 @@ class _State(_Trackable):
         variables = self._list
         return {} if variables is None else variables._trackable_children(*args, **kwargs)
 
-    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Trackable | None:
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Trackable | None:
         variables = self._list
-        return None if variables is None else variables._lookup_dependency(*args, **kwargs)
+        return None if variables is None else variables._lookup_dependency(name)
 
     @property
     def _deferred_dependencies(self) -> Any:
-        # Of variables that are created later.
+        # Of variables that are created later. TensorFlow adds what it found no object for: of
+        # what a bare optimizer saved also the rest, as the dtype of a value is known only here.
+        if not self._siblings.has_inner:
+            return self
         variables = self._list
         if variables is None:
             return super()._deferred_dependencies
         return variables._deferred_dependencies
+
+    def setdefault(self, name: str, default: Any) -> SimpleNamespace:
+        """As of the dict of deferred dependencies, whose items are lists to append to."""
+        return SimpleNamespace(append=functools.partial(self._restore_inner, name))
+
+    def _restore_inner(self, name: str, position: Any) -> None:
+        """Restores a bare optimizer's value, now or when the inner one creates the variable."""
+        wrapper, number, value = self._wrapper, int(name), _Value(position)
+        if self._siblings.one_dtype is None:
+            self._siblings.one_dtype = value.of_one_dtype_with(wrapper)
+        held = getattr(wrapper.inner_optimizer, self._name)
+        if not isinstance(held, _Trackable):
+            return
+        if number >= len(held):
+            held._deferred_dependencies.setdefault(name, []).append(value)
+        elif self._name == _LISTS[1]:
+            # The weight, and the master that the inner optimizer updates instead.
+            target, own = held[number], wrapper._trainable_variables[number : number + 1]
+            replaced = any(each is target for each in wrapper.stored_weights.targets(own))
+            weights = [each for each in own if replaced and each is not target]
+            value.restore(*weights, target)
+        elif isinstance(held[number], _Trackable):
+            value.restore(held[number])
+
+
+class _Value:
+    """A value in a checkpoint, in place of TensorFlow's position, that is cast to a variable."""
+
+    def __init__(self, position: Any) -> None:
+        self.position, self.checkpoint = position, position.checkpoint
+
+    def of_one_dtype_with(self, wrapper: RestoresInner) -> bool:
+        """Whether all floats of the checkpoint and the wrapper have one dtype: none is cast."""
+        inner = wrapper.inner_optimizer
+        lists = inner._variables, inner._trainable_variables, wrapper._trainable_variables
+        ours = {tf.as_dtype(variable.dtype) for each in lists for variable in each}
+        dtypes = ours | {dtype.base_dtype for dtype in self.checkpoint.dtype_map.values()}
+        return sum(dtype.is_floating for dtype in dtypes) == 1
+
+    def restore(self, variable: Variable, *copies: Variable) -> None:
+        """Restores the value into a variable, and into what holds more of its digits."""
+        saved = {
+            self.checkpoint.dtype_map[each.checkpoint_key].base_dtype
+            for each in self.position.object_proto.attributes
+        }
+        # Optimizers in a list of a bare one have no value of their own.
+        plain = not copies and (not saved or saved == {tf.as_dtype(variable.dtype)})
+        self.position.restore(variable if plain else _Cast((variable, *copies), *saved))
+
+
+class _Cast(_Trackable):
+    """Stands for variables, to restore a value of another dtype into each."""
+
+    def __init__(self, variables: Sequence[Variable], dtype: tf.DType) -> None:
+        self._targets, self._dtype = variables, dtype
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        value = tf.convert_to_tensor(self._targets[0])
+        return {"VARIABLE_VALUE": tf.cast(value, self._dtype)}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
+        value = restored_tensors["VARIABLE_VALUE"]
+        for variable in self._targets:
+            variable.assign(tf.cast(value, variable.dtype))
+
+
+def _form(value: Any) -> _Form:
+    """Kind and shape of a variable or of a value in a file."""
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    return next((k for k in ("bool", "int") if k in dtype), "float"), tuple(value.shape)
+
+
+def _starts_with(store: Any, forms: Sequence[_Form]) -> bool:
+    return len(store.keys()) >= len(forms) and all(
+        _form(store[str(i)]) == form for i, form in enumerate(forms)
+    )
+
+
+def _fit(values: Sequence[Any], variables: Sequence[Variable]) -> bool:
+    """Whether values are of the number, the kinds and the shapes of variables."""
+    return [_form(value) for value in values] == [_form(variable) for variable in variables]
