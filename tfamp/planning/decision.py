@@ -115,6 +115,8 @@ def decide(
         fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
         loops = [number for number, runs in enumerate(joined.runs) if runs > 1]
         ends = ends_of(joined.scopes, joined.slots, loops, joined.conditions, fetched)
+        for slot in joined.kept:  # Of a sum over the iterations each term may be rounded.
+            ends.states.pop(slot, None)
         exact = exact_slots(joined.index, options.colors, ends, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}

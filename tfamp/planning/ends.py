@@ -53,7 +53,7 @@ class Ends:
         conditions: Results of the conditions of loops, of any dtype.
         across: For the results of calls where these come from in the functions, and for the
             arguments of functions where these come from at their callers; of any dtype.
-        states: The variables of the joined loops, of any dtype.
+        states: The variables of the joined loops, of any dtype; `decide` leaves sums out.
     """
 
     inputs: Ordered = field(default_factory=dict)
