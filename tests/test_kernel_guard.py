@@ -432,14 +432,48 @@ def test_no_custom_gradient_gets_into_a_saved_graph(low):
     assert not any("_gradient_op_type" in node.attr for node in graph.node)
 
 
-def test_an_average_of_many_tensors_is_exact(low):
-    values = np.random.default_rng(0).uniform(0.5, 1.5, (512, 4, 64))
+@pytest.mark.parametrize("way", ["policy", "autocast"])
+@pytest.mark.parametrize("name", ["Add", "Average"])
+@pytest.mark.parametrize("number", [9, 512])
+def test_sums_and_averages_of_many_tensors_are_exact(low, name, number, way):
+    values = np.random.default_rng(0).uniform(0.5, 1.5, (number, 4, 8))
     low_values = [tf.cast(each, low) for each in values]
+    layer_class = getattr(keras.layers, name)
+    with tf.GradientTape() as tape:
+        tape.watch(low_values)
+        if way == "policy":
+            with tfamp.policy_scope(f"mixed_{low}"):
+                found = layer_class()(low_values)
+            assert found.dtype == low
+        else:
+            with tfamp.autocast(low):
+                found = layer_class()(low_values)
+    gradients = tape.gradient(found, low_values)
+    mean = tf.add_n([tf.cast(each, tf.float64) for each in low_values]) / number
+    expected, slope = (mean, 1 / number) if name == "Average" else (mean * number, 1.0)
+    np.testing.assert_allclose(tf.cast(found, tf.float64), expected, rtol=4e-3)
+    np.testing.assert_allclose(np.float64(tf.cast(gradients, tf.float64)), slope, rtol=4e-3)
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_residual_connections_are_added_in_the_low_dtype(low, number):
     with tfamp.policy_scope(f"mixed_{low}"):
-        average = keras.layers.Average()(low_values)
-    assert average.dtype == low
-    expected = tf.add_n([tf.cast(each, tf.float64) for each in low_values]) / 512
-    np.testing.assert_allclose(tf.cast(average, tf.float64), expected, rtol=4e-3)
+        layer = keras.layers.Add()
+    inputs = [tf.ones((2, 2), low)] * number
+
+    @tf.function
+    def by_policy():
+        return layer(inputs)
+
+    @tf.function
+    def by_autocast():
+        with tfamp.autocast(low):
+            return keras.layers.Add()(inputs)
+
+    for function in (by_policy, by_autocast):
+        graph = function.get_concrete_function().graph
+        assert function().dtype == low
+        assert "Cast" not in {node.op for node in graph.as_graph_def().node}
 
 
 def bias_gradient(low, shape):

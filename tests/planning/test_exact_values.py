@@ -104,6 +104,56 @@ def test_probabilities_add_up_to_one(placement, dtype):
     np.testing.assert_allclose(np.sum(fast(X), -1), 1.0, atol=1e-6)
 
 
+def _iterated(step, *state, times=3):
+    """The last state of a loop."""
+    body = lambda i, *state: (i + 1, *step(*state))  # noqa: E731
+    return tf.while_loop(lambda i, *_: i < times, body, (0, *state))[1:]
+
+
+def _attended(p):
+    return tf.nn.softmax(p @ W[0] * 4)
+
+
+# Loops whose last state is a result.
+LAST_STATES = {
+    "state": lambda x: _iterated(lambda p: (_attended(p),), x)[0],
+    "loop inside": lambda x: _iterated(lambda p: _iterated(lambda p: (_attended(p),), p), x)[0],
+    "after a loop": lambda x: _iterated(
+        lambda p: (_attended(_iterated(lambda p: (_attended(p),), p)[0]),), x
+    )[0],
+    "of the iteration before": lambda x: _iterated(lambda p, q: (_attended(p), p), x, x)[1],
+    "in a branch": lambda x: tf.cond(
+        x[0, 0] < 99, lambda: _iterated(lambda p: (_attended(p),), x)[0], lambda: x
+    ),
+    "moved": lambda x: tf.reshape(_iterated(lambda p: (_attended(p),), x)[0], (4, -1, 16)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "dtype"), one_of_each(LAST_STATES, PLACEMENTS, DTYPES, quick=3)
+)
+def test_probabilities_that_are_the_state_of_a_loop_add_up_to_one(name, placement, dtype):
+    function = tf.function(LAST_STATES[name], autograph=False)
+    fast = tfamp.rewrite(function, dtype=dtype, placement=placement, profile="builtin")
+    if placement == "lists":  # The others may find that Casts cost more.
+        assert dtypes(fast.plan(X), "MatMul") == {dtype}
+    found = fast(X)
+    np.testing.assert_allclose(np.sum(found, -1), 1.0, atol=1e-6)
+    assert_close(found, function(X), dtype, depth=8)
+
+
+def test_a_state_before_other_products_and_values_within_an_iteration_are_low():
+    def residual(h):
+        h = tf.nn.relu(h @ W[0])
+        return (h + tf.nn.relu(h @ W[1]),)
+
+    plan = plan_of(lambda x: _iterated(lambda p: (_attended(p),), x)[0] @ W[1], X)
+    assert dtypes(plan, "While", "StatelessWhile", "Softmax", "MatMul") == {"bfloat16"}
+    plan = plan_of(lambda x: _iterated(residual, x)[0], X)
+    inside = [(node.op, node.dtype) for node in plan.nodes if node.op in ("Relu", "AddV2")]
+    assert inside == [("Relu", "bfloat16"), ("Relu", "float32"), ("AddV2", "float32")]
+
+
 def test_given_data_is_rounded_for_products_only():
     def mixed(x, ids):
         shown = tf.reshape(x, (16, 8)) + tf.cast(ids, tf.float32)

@@ -414,6 +414,91 @@ def test_a_state_that_goes_through_a_called_function_stays_float32(name, dtype, 
         assert error_of(actual, expected) < 3 * EPS[dtype]
 
 
+def _repeated(counts, step, state):
+    """Loops in loops around a step, which takes the number of the innermost iteration."""
+    if not counts:
+        return state
+
+    def body(i, state):
+        return i + 1, _repeated(counts[1:], step, state) if counts[1:] else step(i, state)
+
+    return tf.while_loop(lambda i, _: i < counts[0], body, (0, state))[1]
+
+
+def _twice(step):
+    """A loop that another one runs twice: as it has two callers, it is not joined with these."""
+    return tf.function(lambda state: _repeated([1], step, state), autograph=False)
+
+
+def _handed_on(step, state):
+    """A loop that adds to one variable and gives back another one as it was."""
+    variables = (0, tf.zeros_like(state), state)
+    added = tf.while_loop(lambda i, *_: i < 2, lambda i, s, m: (i + 1, step(i, s), m), variables)
+    return added[2] + added[1]
+
+
+# What happens to the state of a loop in loops inside of it, given a step that adds to it.
+NESTED = {
+    "4096 x 1": lambda step, m: _repeated([4096, 1], step, m),
+    "64 x 64": lambda step, m: _repeated([64, 64], step, m),
+    "three": lambda step, m: _repeated([16, 16, 16], step, m),
+    "scaled": lambda step, m: _repeated([1024], lambda _, m: 0.999 * _repeated([1], step, m), m),
+    "branch inside": lambda step, m: _repeated(
+        [64, 64], lambda i, m: tf.cond(i % 4 < 3, lambda: step(i, m), lambda: m), m
+    ),
+    "in a branch": lambda step, m: _repeated(
+        [2048], lambda i, m: tf.cond(i % 4 < 3, lambda: _repeated([1], step, m), lambda: m), m
+    ),
+    "shared": lambda step, m: (lambda inner: _repeated([1024], lambda _, m: inner(inner(m)), m))(
+        _twice(step)
+    ),
+    "handed on": lambda step, m: _repeated([1024], lambda _, m: _handed_on(step, m), m),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(NESTED, DTYPES, quick=4))
+def test_a_state_that_loops_inside_add_to_is_a_sum(name, dtype):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+
+    def step(u):
+        with tf.GradientTape() as tape:
+            tape.watch(u)
+            sums = NESTED[name](lambda _, m: m + u @ W[0], tf.zeros((8, 16))) / 4096
+            h = sums @ W[1]
+            total = 64 * tf.reduce_sum(tf.square(h))
+        return h, tape.gradient(total, u)
+
+    fast = rewritten(step, dtype, "lists")
+    assert set(dtypes(fast, "MatMul", u)) == {dtype}
+    for actual, expected in zip(fast(u), tf.function(step)(u), strict=True):
+        assert error_of(actual, expected) < 3 * EPS[dtype]
+
+
+def test_the_state_of_a_recurrent_layer_in_another_loop_is_low():
+    fast = rewritten(
+        lambda x: _repeated([3, 4], lambda _, h: tf.tanh(h @ W[0] + x @ W[1]), x) @ W[2],
+        "bfloat16",
+        "lists",
+    )
+    assert {node.dtype for node in fast.plan(X).nodes if "While" in node.op} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", first_of(reversed(DTYPES)))
+def test_the_gradient_of_a_state_that_is_only_scaled_is_not_rounded_over_and_over(dtype):
+    u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
+
+    def step(u):
+        with tf.GradientTape() as tape:
+            tape.watch(u)
+            h = _repeated([1000], lambda _, h: _next(h, u), tf.zeros((8, 16))) @ W[1]
+            total = tf.reduce_sum(tf.square(h))
+        return tape.gradient(total, u)
+
+    fast = rewritten(step, dtype, "lists")
+    assert set(dtypes(fast, "MatMul", u)) == {dtype}
+    assert error_of(fast(u), tf.function(step)(u)) < 3 * EPS[dtype]
+
+
 @pytest.mark.parametrize("dtype", first_of(reversed(DTYPES)))
 def test_elements_of_an_array_that_are_computed_from_each_other_are_a_state(dtype):
     u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)

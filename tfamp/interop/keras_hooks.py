@@ -453,6 +453,8 @@ def copy_annotations(source: Tensor, target: Tensor) -> None:
 _ANGLES = re.compile(
     r"(AudioRelative|Frequency|Roformr?|Rope|Rotary|Sine|Sinusoidal)\w*(Embedding|Encoding)s?$"
 )
+# Adding n low tensors one after the other is off by at most n / 2 roundings.
+_FEW_INPUTS = 8
 _POLICIES = threading.RLock()
 
 
@@ -461,6 +463,12 @@ def turns_positions(layer: Layer) -> bool:
     package = type(layer).__module__.partition(".")[0]
     is_of_keras_hub = package in ("keras_hub", "keras_nlp")
     return is_of_keras_hub and bool(_ANGLES.search(type(layer).__name__))
+
+
+def adds_many(layer: Layer, inputs: Nest) -> bool:
+    """Whether a layer adds so many inputs, one after the other, that a low sum is inexact."""
+    adds = isinstance(layer, keras.layers.Add | keras.layers.Average)
+    return adds and isinstance(inputs, list | tuple) and len(inputs) > _FEW_INPUTS
 
 
 @contextlib.contextmanager

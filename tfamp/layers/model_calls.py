@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
@@ -33,22 +33,38 @@ from tfamp.layers.records import WeakMap
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
 from tfamp.policy import Policy, prepares_data
 
-# Whether a rule applies to a layer; the flag says that it is masked, or extended by a subclass.
-_Applies: TypeAlias = Callable[[Layer, bool], bool]
+
+class _Call(NamedTuple):
+    """A call of a layer.
+
+    Attributes:
+        layer: The layer.
+        inputs: Its first argument.
+        masked: Whether it has a mask, or the layer is extended by a subclass.
+    """
+
+    layer: Layer
+    inputs: Nest
+    masked: bool
+
+
+# Whether a rule applies to a call.
+_Applies: TypeAlias = Callable[[_Call], bool]
 
 # Layers with `autocast` switched off, as they or layers inside need the exact inputs.
 _uncast_inputs: WeakMap[bool] = WeakMap()
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
 _FLOAT32_INSIDE: dict[type, _Applies] = {
-    keras.layers.Average: lambda *_: True,  # adds one tensor after the other
-    keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
-    keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
-    keras.layers.Masking: lambda *_: True,  # compares with a value
-    keras.layers.SpectralNormalization: lambda *_: True,  # assigns the weights it computes
-    keras.layers.UnitNormalization: lambda *_: True,  # squares
+    keras.layers.Add: lambda call: keras_hooks.adds_many(call.layer, call.inputs),
+    keras.layers.Average: lambda _: True,  # adds one tensor after the other
+    keras.layers.Dot: lambda call: call.layer.normalize,  # squares
+    keras.layers.GlobalAveragePooling1D: lambda call: call.masked,  # sums
+    keras.layers.Masking: lambda _: True,  # compares with a value
+    keras.layers.SpectralNormalization: lambda _: True,  # assigns the weights it computes
+    keras.layers.UnitNormalization: lambda _: True,  # squares
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
-    keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
+    keras.layers.UpSampling2D: lambda call: call.layer.interpolation != "nearest",
 }
 # Keras's layers that add nothing up, nor do their gradients. BatchNormalization has other
 # rules: float32 statistics, by one kernel, and rewrites replace the method of its class.
@@ -139,10 +155,12 @@ def _compute_in_float32(layer: Layer, layer_class: type[Layer], applies: _Applie
     if isinstance(layer, _EXACT_INPUTS):
         _uncast(layer)
     is_extended = type(layer).call is not layer_class.call
+    signature = inspect.signature(layer.call)
 
     def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        if not applies(layer, is_extended or arguments.get("mask") is not None):
+        arguments = signature.bind(*args, **kwargs).arguments
+        masked = is_extended or arguments.get("mask") is not None
+        if not applies(_Call(layer, next(iter(arguments.values()), None), masked)):
             return original(*args, **kwargs)
         if is_extended:
             _set_sublayers_float32(layer, layer_dtypes.float_policy(layer))

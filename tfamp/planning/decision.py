@@ -115,6 +115,8 @@ def decide(
         fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
         loops = [number for number, runs in enumerate(joined.runs) if runs > 1]
         ends = ends_of(joined.scopes, joined.slots, loops, joined.conditions, fetched)
+        for slot in joined.kept:  # Of a sum over the iterations each term may be rounded.
+            ends.states.pop(slot, None)
         exact = exact_slots(joined.index, options.colors, ends, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
@@ -322,6 +324,7 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
 # Estimated number of iterations of a loop, which a graph seldom tells. A choice: it only has to
 # make work inside of a loop weigh much more than Casts before and behind it.
 ITERATIONS = 32
+_APART = Reason("boundary", "the loop keeps the dtypes of its boundary")
 
 
 class Link(NamedTuple):
@@ -416,14 +419,15 @@ def join(
     for number, link in links.items():
         for inner, outer in link.slots.items():
             slots[number][inner] = slots[link.caller][outer]
-    for number in links:
-        kept.update(kept_variables(scopes[number], slots[number], weights))
 
     def runs(number: int) -> int:
         return ITERATIONS * runs(links[number].caller) if number in links else 1
 
-    index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, slots, links)
     every = [runs(number) for number in range(len(scopes))]
+    apart = _loops_apart(scopes, slots, links)
+    for number in sorted(links, key=every.__getitem__, reverse=True):  # Inner loops first.
+        kept.update(kept_variables(scopes[number], slots[number], weights, {**apart, **kept}))
+    index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, slots, links)
     conditions = [number for number, link in links.items() if link.attr == "cond"]
     return Joined(scopes, index, offsets[:-1], slots, kept, every, conditions)
 
@@ -451,6 +455,20 @@ def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int,
             if fit and len(functions) == len(node.calls):
                 links.update(functions)
     return links
+
+
+def _loops_apart(
+    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]], links: Mapping[int, Link]
+) -> dict[int, Reason]:
+    """The slots of loops that are not joined with their functions."""
+    joined = {(link.caller, link.node) for link in links.values()}
+    return {
+        of_scope[slot]: _APART
+        for number, (scope, of_scope) in enumerate(zip(scopes, slots, strict=True))
+        for position, node in enumerate(scope.nodes)
+        if node.op in LOOPS and (number, position) not in joined
+        for slot in node.slots
+    }
 
 
 def _shared_slots(

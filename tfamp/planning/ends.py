@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -27,6 +28,18 @@ _SOURCES = op_types("""
 _TERMS = op_types("Add AddN AddV2 Identity Mul Neg RealDiv Sub")
 
 
+class State(NamedTuple):
+    """A variable of a loop, by the slots of the loop's functions.
+
+    Attributes:
+        sources: Where its next values come from.
+        targets: Where an iteration takes its values.
+    """
+
+    sources: list[int]
+    targets: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Ends:
     """Slots of a graph where values come from outside, and where they go.
@@ -40,6 +53,7 @@ class Ends:
         conditions: Results of the conditions of loops, of any dtype.
         across: For the results of calls where these come from in the functions, and for the
             arguments of functions where these come from at their callers; of any dtype.
+        states: The variables of the joined loops, of any dtype; `decide` leaves sums out.
     """
 
     inputs: Ordered = field(default_factory=dict)
@@ -49,6 +63,7 @@ class Ends:
     stored: Ordered = field(default_factory=dict)
     conditions: Ordered = field(default_factory=dict)
     across: dict[int, list[int]] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
 
 
 def ends_of(
@@ -84,6 +99,8 @@ def ends_of(
                 ends.inputs.update(node_slots)
             elif is_called and node.op == RESULT:
                 ends.results.update(node_slots)
+        if number in joined:
+            _add_states(ends.states, scope, of_scope)
         scalars, stored = _ends_of_scope(scope)
         unused = _with_terms(scope, _unused_scalars(scope))
         ends.scalars.update((of_scope[slot], None) for slot in _with_terms(scope, scalars))
@@ -97,6 +114,18 @@ def ends_of(
     for slot, source in _across_calls(scopes, slots):
         ends.across.setdefault(slot, []).append(source)
     return ends
+
+
+def _add_states(states: dict[int, State], scope: GraphIndex, of_scope: Sequence[int]) -> None:
+    """Adds the variables of a loop, as far as they are in one of its functions."""
+    for node in scope.nodes:
+        if node.op not in (ARGUMENT, RESULT):
+            continue
+        for slot in node.slots:
+            state = states.setdefault(of_scope[slot], State([], []))
+            is_next = node.op == RESULT
+            found, near = (state.sources, scope.fanin) if is_next else (state.targets, scope.fanout)
+            found += (of_scope[other] for other in near[slot])
 
 
 def _ends_of_scope(scope: GraphIndex) -> tuple[list[int], list[int]]:

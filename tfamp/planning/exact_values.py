@@ -3,11 +3,11 @@
 All rules go by structure and none by names:
 
 - **Results.** A float result of the function is computed in float32 from the last product on:
-  probabilities sum to 1. A scalar that is differentiated, stored or returned is, from the last
-  product with a weight on: a loss has float32's digits. Products of activations in between, as
-  in a Gram matrix, and those of their gradients, are float32 too. If a loss subtracts given
-  data from predictions, the product that computes these stays float32, as the output layer does
-  under a policy.
+  probabilities sum to 1, also those that are the state of a loop. A scalar that is
+  differentiated, stored or returned is, from the last product with a weight on: a loss has
+  float32's digits. Products of activations in between, as in a Gram matrix, and those of their
+  gradients, are float32 too. If a loss subtracts given data from predictions, the product that
+  computes these stays float32, as the output layer does under a policy.
 - **Updates.** In float16 what leads from the last product of a gradient to an optimizer is
   float32: divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
-from tfamp.planning.ends import Ends
+from tfamp.planning.ends import Ends, State
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
 from tfamp.planning.structures import (
     FLOAT32,
@@ -413,7 +413,10 @@ class _Values:
             for slot, multiplies in enumerate(self._multiplies)
         ]
         before_losses = self._before(losses, updates, crosses)
-        before = before_losses | self._before(others, updates, self._multiplies)
+        # What a loop takes that reads variables counts as stored, but may be its state.
+        stored = (s for s in ends.stored if not any(map(self._is_loop, self._targets[s])))
+        apart = self._last_parts([*stored, *returned])
+        before = before_losses.union(self._before_returned(others, apart, ends.states))
         on_the_way = [slot for slot in self._order if slot in before and self._may_stay(slot)]
         of_activations = [
             slot
@@ -451,8 +454,45 @@ class _Values:
         last = self._ways(ends, without, crosses).last
         return {slot for slot in self._order if last[slot]}
 
+    def _before_returned(
+        self, ends: Iterable[int], without: Collection[int], states: Mapping[int, State]
+    ) -> Collection[int]:
+        """Slots that lead to some ends without a product between, in the last iteration of loops.
+
+        The state of a loop leads to the products of the next iteration, and the last has none.
+        """
+        slots, roots = self._index.slots, list(ends)
+        before, returned, loops = set[int](), dict[int, None](), set[int]()
+        while roots:
+            # The last iteration of a loop is a graph of its own: no values go on to the next.
+            apart = {slot for slot in states if slots[slot].node in loops}
+            ways = self._ways(roots, apart.union(without), self._multiplies)
+            before.update(slot for slot in self._order if ways.last[slot])
+            found = [
+                slot
+                for slot, state in states.items()
+                if self._is_float(slot) and slot not in returned
+                if slot in roots or self._leads_on(slot, state, slot in apart, ways)
+            ]
+            returned.update(dict.fromkeys(found))
+            loops.update(slots[slot].node for slot in found)
+            roots = [source for slot in found for source in states[slot].sources]
+        return {*before, *returned}
+
+    def _leads_on(self, slot: int, state: State, inside: bool, ways: _Ways) -> bool:
+        """Whether a state leads to an end without a product on any way, in or behind its loop."""
+        leads = across = 0
+        for target in self._targets[slot]:
+            if (target in state.targets) == inside:
+                leads |= ways.leads[target]
+                across |= ways.leads[target] if self._multiplies[target] else ways.across[target]
+        return bool(leads & ~across)
+
     def _holds(self, slot: int) -> bool:
-        return "TensorList" in self._ops[slot] or self._ops[slot] in LOOPS
+        return "TensorList" in self._ops[slot] or self._is_loop(slot)
+
+    def _is_loop(self, slot: int) -> bool:
+        return self._ops[slot] in LOOPS
 
     def _weights(self, ends: Ends) -> Set[int]:
         """Slots computed from variables and constants only.

@@ -3,10 +3,11 @@
 A loop variable is a sum if its next value is the old one plus something. It is one as well if
 it is only scaled and added to: by constants, as in `0.999 * h + 0.001 * new`, or in a linear
 recurrence, where neither the gates nor what is added depend on it. In low precision such a
-state stops where a step is less than half of its last digit. A TensorArray whose elements are
+state stops where a step is less than half of its last digit, and one that is only scaled, as the
+gradient of such a state is, is rounded in every iteration. A TensorArray whose elements are
 computed so from each other is a state too. The body of a branch, or of another function that is
 called, is not looked into: it takes and returns float32, so that a low state would only be cast
-there and back.
+there and back. The same holds for a loop inside that adds to the state, or hands it on.
 
 The gates of an LSTM depend on its state, by products and bounded functions: it keeps the dtype
 of the values that its products take.
@@ -44,7 +45,10 @@ _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient
 
 
 def kept_variables(
-    body: GraphIndex, places: Sequence[int], weights: Collection[tuple[str, str]]
+    body: GraphIndex,
+    places: Sequence[int],
+    weights: Collection[tuple[str, str]],
+    inner: Mapping[int, Reason],
 ) -> Mapping[int, Reason]:
     """The loop variables that stay float32, and the ops that accumulate them.
 
@@ -52,54 +56,63 @@ def kept_variables(
         body: The function of a loop; nothing is kept for a condition.
         places: For each slot of the body the slot of the joined graph.
         weights: Invariant arguments, as (function, argument), that may be low.
+        inner: Variables of loops, as slots of the joined graph, that stay float32: in the loops
+            inside a state goes through these as through a called function.
     """
-    loop = _Body(body)
+    loop = _Body(body, {slot: inner[at] for slot, at in enumerate(places) if at in inner})
     if len(loop.arguments) != len(loop.results):
         return {}
     kept: dict[int, Reason] = {}
     for argument, result in zip(loop.arguments, loop.results, strict=True):
-        (made,) = loop.origins(result)
+        (way,) = loop.ways_to(result)
+        made = way[-1]
         is_weight = (body.scope, body.node_of(argument).name) in weights
         dtype = body.slots[argument].dtype
         if dtype not in (FLOAT32, "variant") or (made == argument and is_weight):
             continue
         if made != argument:
-            kept.update((places[slot], _ADDS_UP) for slot in loop.adding_up(argument, made))
+            kept.update((places[slot], _ADDS_UP) for slot in loop.adding_up(argument, way))
         elif dtype == FLOAT32:
-            kept[places[argument]] = _INVARIANT
+            kept.update((places[slot], _INVARIANT) for slot in way)
     return kept
 
 
 class _Body:
-    """The body of a loop; its variables are slots."""
+    """The body of a loop; its variables are slots.
 
-    def __init__(self, index: GraphIndex) -> None:
-        self._index, self._ops = index, index.ops
+    Args:
+        index: The body.
+        inner: Its slots that are float32 variables of loops inside.
+    """
+
+    def __init__(self, index: GraphIndex, inner: Mapping[int, Reason]) -> None:
+        self._index, self._ops, self._inner = index, index.ops, inner
         self.arguments = [node.slots[0] for node in index.nodes if node.op == ARGUMENT]
         self.results = [node.slots[0] for node in index.nodes if node.op == RESULT]
 
-    def origins(self, slot: int) -> list[int]:
-        """The sources of a slot, past Identity nodes."""
+    def ways_to(self, slot: int) -> list[list[int]]:
+        """For each source of a slot the way back to where it is made, past Identity nodes."""
 
         def made(source: int) -> Iterable[int]:
             return self._index.fanin[source] if self._ops[source] == "Identity" else ()
 
-        return [list(reach([source], made))[-1] for source in self._index.fanin[slot]]
+        return [list(reach([source], made)) for source in self._index.fanin[slot]]
 
-    def adding_up(self, argument: int, made: int) -> list[int]:
+    def adding_up(self, argument: int, way: Sequence[int]) -> list[int]:
         """The float32 slots from a variable to its next value, if that is such a sum."""
-        slots = self._index.slots
-        return [s for s in self._adding_up(argument, made) if slots[s].dtype == FLOAT32]
+        slots, between = self._index.slots, self._adding_up(argument, way[-1])
+        return [s for s in (*way, *between) if between and slots[s].dtype == FLOAT32]
 
     def _adding_up(self, argument: int, made: int) -> list[int]:
-        if self._ops[made] in _ADDING and argument in self.origins(made):
-            return [argument, made]
+        for way in self.ways_to(made) if self._ops[made] in _ADDING else ():
+            if way[-1] == argument:
+                return [*way, made]
         before = reach([made], self._made_from)
         if argument not in before:
             return []
         behind = reach([argument], along(before.__contains__, self._made_of))
         between = [slot for slot in before if slot in behind]
-        if any(self._is_called(slot) for slot in between):
+        if any(self._adds_inside(slot) for slot in between):
             return between
         fanin = self._index.fanin
         factors, terms = (
@@ -112,20 +125,24 @@ class _Body:
             ]
             for ops in (_SCALING, _ADDING)
         )
-        adds = any(self._ops[slot] in _ADDING for slot in between)
+        changes = any(self._ops[slot] in _ADDING | _SCALING for slot in between)
         by_constants = not self._depends_on(factors)
-        if adds and (by_constants or argument not in self._depends_on([*factors, *terms])):
+        if changes and (by_constants or argument not in self._depends_on([*factors, *terms])):
             return between
         return []
 
     def _made_from(self, slot: int) -> Sequence[int]:
         """The inputs of an op that a state may go through."""
-        passes_on = self._ops[slot] in _ON_THE_WAY or self._is_called(slot)
-        return self._taken[slot] if passes_on else ()
+        known = self._ops[slot] in _ON_THE_WAY or slot in self._inner
+        return self._taken[slot] if known or self._is_called(slot) else ()
 
     def _is_called(self, slot: int) -> bool:
         node = self._index.node_of(slot)
         return bool(node.calls) and node.op not in LOOPS
+
+    def _adds_inside(self, slot: int) -> bool:
+        """Whether a function, or a loop inside, may add to the state, and does so in float32."""
+        return self._is_called(slot) or self._inner.get(slot, _INVARIANT) != _INVARIANT
 
     @functools.cached_property
     def _taken(self) -> Sequence[Sequence[int]]:
@@ -163,8 +180,12 @@ class _Body:
         return [
             argument
             for argument, result in zip(self.arguments, self.results, strict=True)
-            if index.slots[argument].node in nodes and self.origins(result) != [argument]
+            if index.slots[argument].node in nodes and self._made(result) != argument
         ]
+
+    def _made(self, result: int) -> int:
+        (way,) = self.ways_to(result)
+        return way[-1]
 
     @functools.cached_property
     def _producers(self) -> Sequence[Sequence[int]]:

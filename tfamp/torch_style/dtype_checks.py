@@ -138,13 +138,15 @@ def operation_call(
 ) -> Nest:
     """Lets float32 Keras layers read their variables in the low dtype.
 
-    Layers that Keras has quantized, and those that turn positions into angles, run without
-    autocast, on inputs of their own dtype: sums and scales of integers exceed float16, and
-    rounding turns angles.
+    Layers that Keras has quantized, those that turn positions into angles, and those that add
+    many inputs run without autocast, on inputs of their own dtype: sums and scales of integers
+    exceed float16, rounding turns angles, and every addition would round.
     """
     if not isinstance(operation, keras.layers.Layer):
         return original(operation, *args, **kwargs)
-    if operation.quantization_mode is None and not keras_hooks.turns_positions(operation):
+    inputs = args[0] if args else kwargs.get("inputs")
+    is_exact = keras_hooks.turns_positions(operation) or keras_hooks.adds_many(operation, inputs)
+    if operation.quantization_mode is None and not is_exact:
         with keras_hooks.reading_in(operation, mode.dtype):
             return original(operation, *args, **kwargs)
 
