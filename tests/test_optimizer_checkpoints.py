@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import tiers
+from helpers.cases import first_of, tiers
 from helpers.training import assert_same_values, data, small_model, snapshot
 
 INNER = {
@@ -187,7 +187,7 @@ def wrapped_like(optimizer, built, count=9, **feature):
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")  # Of Keras, for an empty entry.
 @pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
-@pytest.mark.parametrize("inner", SLOTTED)
+@pytest.mark.parametrize("inner", first_of(SLOTTED))
 def test_a_bare_optimizers_weights_file_restores_slots_and_training_goes_on(
     bare_file, inner, built
 ):

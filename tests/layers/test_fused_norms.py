@@ -348,7 +348,8 @@ def trained(low):
             keras.layers.Dense(3),
         ]
     )
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, "mse", jit_compile=False)
     x, y = np.random.default_rng(5).standard_normal((2, 64, 8)).astype("float32")
 
     def train(model, epochs):

@@ -456,7 +456,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(NESTED, DTYPES, quick=4))
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(NESTED, DTYPES, quick=2))
 def test_a_state_that_loops_inside_add_to_is_a_sum(name, dtype):
     u = tf.constant(RANDOM.uniform(0.5, 1.5, (8, 16)), tf.float32)
 
@@ -627,6 +627,7 @@ def test_numbers_next_to_one_stay_apart_from_it(dtype):
 # ---- Derivatives ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", first_of(DTYPES))
 def test_second_derivatives_through_nested_loops(dtype):
     def nested(x):
