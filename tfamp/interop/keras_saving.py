@@ -137,10 +137,10 @@ class RestoresInner:
             TfampWarning: The file is of a bare optimizer that the inner one does not match.
         """
         self._waiting = None
-        own = [_form(variable) for variable in self._variables]
-        last_flag = max(i for i, (kind, _) in enumerate(own) if kind == "bool")
+        forms = [_form(variable) for variable in self._variables]
+        last_flag = max(i for i, (kind, _) in enumerate(forms) if kind == "bool")
         inner, count = self.inner_optimizer, len(store.keys())
-        if "0" not in store or _starts_with(store, own[: last_flag + 1]):
+        if "0" not in store or _starts_with(store, forms[: last_flag + 1]):
             super().load_own_variables(store)  # type: ignore[misc]
         elif _starts_with(store, _OF_KERAS_WRAPPER) and not hasattr(inner, "optimizers"):
             # Keras warns of another number of variables. The same number is none to go by.
@@ -153,7 +153,8 @@ class RestoresInner:
                 self._load_waiting()
             elif _fit(values[: len(inner._variables)], inner._variables):
                 early = list(inner._variables)  # The iterations, for example.
-                self._waiting.early = [(each, keras.ops.convert_to_numpy(each)) for each in early]
+                before = map(keras.ops.convert_to_numpy, early)
+                self._waiting.early = list(zip(early, before, strict=True))
                 for variable, value in zip(early, values, strict=False):
                     variable.assign(value)
 
@@ -285,10 +286,11 @@ class _State(_Trackable):
             held._deferred_dependencies.setdefault(name, []).append(value)
         elif self._name == _LISTS[1]:
             # The weight, and the master that the inner optimizer updates instead.
-            target, own = held[number], wrapper._trainable_variables[number : number + 1]
-            replaced = any(each is target for each in wrapper.stored_weights.targets(own))
-            weights = [each for each in own if replaced and each is not target]
-            value.restore(*weights, target)
+            target, weights = held[number], wrapper._trainable_variables[number : number + 1]
+            targets = wrapper.stored_weights.targets(weights)
+            replaced = any(variable is target for variable in targets)
+            stored = [weight for weight in weights if replaced and weight is not target]
+            value.restore(*stored, target)
         elif isinstance(held[number], _Trackable):
             value.restore(held[number])
 
@@ -303,15 +305,15 @@ class _Value:
         """Whether all floats of the checkpoint and the wrapper have one dtype: none is cast."""
         inner = wrapper.inner_optimizer
         lists = inner._variables, inner._trainable_variables, wrapper._trainable_variables
-        ours = {tf.as_dtype(variable.dtype) for each in lists for variable in each}
+        ours = {tf.as_dtype(variable.dtype) for variables in lists for variable in variables}
         dtypes = ours | {dtype.base_dtype for dtype in self.checkpoint.dtype_map.values()}
         return sum(dtype.is_floating for dtype in dtypes) == 1
 
     def restore(self, variable: Variable, *copies: Variable) -> None:
         """Restores the value into a variable, and into what holds more of its digits."""
         saved = {
-            self.checkpoint.dtype_map[each.checkpoint_key].base_dtype
-            for each in self.position.object_proto.attributes
+            self.checkpoint.dtype_map[attribute.checkpoint_key].base_dtype
+            for attribute in self.position.object_proto.attributes
         }
         # Optimizers in a list of a bare one have no value of their own.
         plain = not copies and (not saved or saved == {tf.as_dtype(variable.dtype)})
