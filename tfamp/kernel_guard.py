@@ -5,7 +5,8 @@ of exact kernels stay as they are. A gradient runs when no autocast and no layer
 more, so the forward op gets another gradient: the usual one, run under the guard.
 
 Autocast and the layers of a policy use the same guard. It is installed while one of them runs,
-and acts in that thread only.
+and acts in that thread only. A rewrite plans the ops of its graph; the gradients of these, which
+a tape around the rewritten function takes later, run under the guard too.
 """
 
 from __future__ import annotations
