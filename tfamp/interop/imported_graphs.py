@@ -31,19 +31,14 @@ def copy_handle_data(sources: Iterable[Handle], targets: Iterable[Handle]) -> No
 def keep_handle_data(loop: Op, loops: Collection[str]) -> None:
     """Gives the handles of an imported loop, and of loops in its body, what they refer to.
 
-    A loop passes its handles on as they are. TensorFlow makes the body's graph again for a
-    gradient, unless the loop has one.
-
-    Symbols: `while_v2._get_graph`, and the attribute `_body_graph` of loops.
+    A loop passes its handles on as they are.
     """
     copy_handle_data(loop.inputs, loop.outputs)
-    body = private("ops.while_v2:_get_graph")(loop, "body", "_body_graph")
-    copy_handle_data(loop.inputs, body.inputs)
-    inner = [op for op in body.get_operations() if op.type in loops]
-    for op in inner:
-        keep_handle_data(op, loops)
-    if inner:
-        loop._body_graph = body
+    for body in kept_body_graphs(loop):
+        copy_handle_data(loop.inputs, body.inputs)
+        for op in body.get_operations():
+            if op.type in loops:
+                keep_handle_data(op, loops)
 
 
 def kept_body_graphs(operation: Op) -> list[TFGraph]:
