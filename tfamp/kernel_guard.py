@@ -29,8 +29,9 @@ from tfamp.interop.op_calls import Backward, EagerOp
 from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.machine.hardware import onednn_dtypes
-from tfamp.planning import kernels
+from tfamp.planning import kernels, scalings
 from tfamp.planning.kernels import BROADCASTING, GUARDED_OPS, OpCall
+from tfamp.planning.scalings import Dataflow
 
 # Attribute of an output that was recorded here, so that TensorFlow does not record it again.
 _RECORDED = "_tfamp_recorded"
@@ -192,7 +193,7 @@ def _runs_in_float32(call: _Call) -> bool:
         if lacks_kernel and any(map(_low_dtype, _flat([value]))):
             return True
     fact = kernels.fact_about(call.shapes(), call.dtype, call.device, onednn_dtypes())
-    return fact is not None
+    return fact is not None or _is_joined(call)
 
 
 def _gradient_is_guarded(call: _Call) -> bool:
@@ -207,6 +208,58 @@ def _gradient_is_guarded(call: _Call) -> bool:
             return False
     lacks_kernel = call.op in _POOLINGS and call.dtype == "float16"
     return call.dtype in dtypes or lacks_kernel
+
+
+# ---- Compilers -------------------------------------------------------------------------------
+
+# Ops that compute a constant from others, one behind the other.
+_MOST_FOLDED = 8
+
+
+def _is_joined(call: _Call) -> bool:
+    """Whether compilers would join a call with earlier ops of the graph that is being traced."""
+    if call.dtype != "float16" or call.op not in scalings.JOINED_OPS or tf.executing_eagerly():
+        return False
+    inputs = [_producer(value) for value in _flat(call.inputs)]
+    return any(True for _ in scalings.joined_before(_TRACED, call.op, inputs))
+
+
+def _producer(value: Any) -> Op | None:
+    """The op that gives a tensor of a graph; None for a number or an array."""
+    if tf.is_symbolic_tensor(value):
+        return value.op
+    return None if isinstance(value, (int, float, np.generic, np.ndarray)) else _UNKNOWN
+
+
+class _Unknown:
+    """A value from outside of the graph, such as a variable."""
+
+    type, inputs = "", ()
+
+
+_UNKNOWN: Any = _Unknown()
+
+
+def _is_known(producer: Op | None, most: int = _MOST_FOLDED) -> bool:
+    if producer is None or producer.type in scalings.KNOWN:
+        return True
+    is_folded = most > 0 and producer.type in scalings.FOLDED and len(producer.inputs) > 0
+    return is_folded and all(_is_known(tensor.op, most - 1) for tensor in producer.inputs)
+
+
+def _is_mild(producer: Op | None) -> bool:
+    if producer is None or producer.type != "Const":
+        return False
+    value = tf.get_static_value(producer.outputs[0])
+    return value.size == 1 and scalings.is_mild_number(float(value.item()))
+
+
+_TRACED: Dataflow[Op | None] = Dataflow(
+    op=lambda producer: "" if producer is None else str(producer.type),
+    inputs=lambda producer: [tensor.op for tensor in (producer.inputs if producer else ())],
+    is_known=_is_known,
+    is_mild=_is_mild,
+)
 
 
 # ---- Ops -------------------------------------------------------------------------------------

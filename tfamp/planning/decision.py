@@ -29,6 +29,7 @@ from tfamp.planning.options import (
 )
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
+from tfamp.planning.scalings import joined_nodes
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -197,6 +198,7 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
         of_scope: dict[int, Reason] = {}
         if options.updates != "low":
             of_scope.update(inexact_nodes(index, options))
+            of_scope.update(joined_nodes(index, options.dtype))
         if options.exact_statistics:
             of_scope.update(softmax_gradients(index, options.dtype))
             of_scope.update(statistics(index))
