@@ -1,6 +1,8 @@
 """The check after the rewrite finds what the stages before it could get wrong."""
 
 import functools
+import sys
+import types
 
 import pytest
 import tensorflow as tf
@@ -98,3 +100,60 @@ def test_a_low_node_that_adds_up_low_is_found(monkeypatch):
     monkeypatch.setattr("tfamp.planning.decision.inexact_nodes", lambda index, options: ())
     with pytest.raises(tfamp.RewriteError, match=r"AvgPool.*it is low: Eigen's kernel.*1024"):
         rewrite_graph_def(graph, ["Identity:0"], **how)
+
+
+# ---- What the last passes give ------------------------------------------------------------------
+
+
+def _damaged(monkeypatch, change):
+    """Rewrites a graph with a last pass that changes it wrongly."""
+    made = graph_dsl.graph("x>d>A>I>n")
+    damage = rewrite.Pass("damage", None, lambda options: True, carries_plan=True)
+    monkeypatch.setattr(rewrite, "PASSES", (*rewrite.PASSES, damage))
+    module = types.ModuleType("tfamp.graph.passes.damage")
+    module.run = lambda graph, options, plan: change(graph.main)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    how = {"dtype": "bfloat16", "op_lists": OpLists.grappler("bfloat16")}
+    return rewrite_graph_def(made.graph_def, made.fetches, **how)
+
+
+def _lower(name):
+    def change(body):
+        node = body.by_name[name]
+        cast = body.by_name[f"{name}-0-CastTo-bfloat16"]
+        node.attr["T"].type = cast.attr["SrcT"].type = BFLOAT16
+        body.by_name["x"].attr["dtype"].type = BFLOAT16
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: None, None),
+        (
+            lambda body: setattr(body.by_name["a"].attr["T"], "type", FLOAT32),
+            r"the result: .*'a'.* its input '.*' is bfloat16, not float32",
+        ),
+        (
+            lambda body: body.by_name["a"].input.__setitem__(0, "nowhere"),
+            r"the result: .*'a'.* its input 'nowhere' is not the output of a node",
+        ),
+        (_lower("d"), r"node 'x' \(Placeholder\): it is bfloat16, but must be float32"),
+    ],
+    ids=["right", "dtypes", "missing", "denied"],
+)
+def test_what_the_last_passes_give_is_verified(monkeypatch, change, message):
+    if message is None:
+        assert _damaged(monkeypatch, change).plan.summary.low_nodes
+        return
+    with pytest.raises(tfamp.RewriteError, match=message):
+        _damaged(monkeypatch, change)
+
+
+def test_a_result_that_is_used_from_outside_is_still_there(monkeypatch):
+    def drop(body):
+        body.drop({"out_n"})
+
+    with pytest.raises(tfamp.RewriteError, match="node 'out_n': it was lost"):
+        _damaged(monkeypatch, drop)

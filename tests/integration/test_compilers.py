@@ -1,4 +1,4 @@
-"""What Grappler and XLA make of float16 arithmetic, by each way to convert it.
+"""Float16 values after Grappler and XLA, by each way to convert a program.
 
 Each program is the identity as a product, an expression, and a product again. Every op of it by
 itself is in float16's range; joined with its neighbours, it is not.
@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import tfamp
 from helpers.cases import one_in
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
-
-import tfamp
 
 SIZE = 4
 

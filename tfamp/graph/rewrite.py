@@ -268,8 +268,8 @@ def convert_prepared(
     with collector_paused():
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
-        verify_sums(decision.scopes, options)
         _run(passes, graph, options, decision.plan)
+        verify_result(graph, options, decision)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not decision.plan.summary.low_nodes:
@@ -376,17 +376,51 @@ def _verify_casts(body: Body, painted: PaintedScope, casts: Set[str]) -> None:
                 raise _violation(f"node {node.name!r}", cause)
 
 
-def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
-    """Checks by the table of kernels that no low node adds up low, unless the caller forced it.
+def verify_result(graph: Graph, options: RewriteOptions, decision: Decision) -> None:
+    """Checks what is handed to TensorFlow, after the last pass: a failure is a bug of tfamp's.
 
-    A RewriteError names one that does. Grappler's lists convert it.
+    Both ends of every edge agree, names that are used from outside are there, what was decided
+    to be float32 is, and by the table of kernels no low node adds up low, unless the caller
+    forced it or gave Grappler's lists; else a RewriteError.
     """
-    for painted in scopes if _not_grapplers(options) else ():
-        for position, reason in inexact_nodes(painted.index, options):
-            node = painted.index.nodes[position]
-            rules = {painted.low[slot].rule for slot in node.slots if slot in painted.low}
-            if rules - {"force_low"}:
-                raise _violation(f"node {node.name!r} ({node.op})", f"it is low: {reason.text}")
+    low = options.dtype
+    try:
+        indexes = index_bodies(graph, low, options.device)
+    except RewriteError as error:
+        raise _violation("the result", str(error)) from error
+    if lost := graph.main.kept - graph.main.by_name.keys():
+        raise _violation(f"node {min(lost)!r}", "it was lost")
+    before = {painted.index.scope: painted.index for painted in decision.scopes}
+    planned = {(node.scope, node.name): node for node in decision.plan.nodes}
+    for index in indexes:
+        known = _with_shapes_of(index, before.get(index.scope))
+        inexact = dict(inexact_nodes(known, options)) if _not_grapplers(options) else {}
+        for position, node in enumerate(index.nodes):
+            is_low = any(index.slots[slot].dtype == low for slot in node.slots)
+            if not is_low or node.op == "Cast":
+                continue
+            plan = planned.get((index.scope, node.name))
+            place = f"node {node.name!r} ({node.op})"
+            if plan is not None and plan.dtype == structures.FLOAT32:
+                raise _violation(place, f"it is {low}, but must be float32: {plan.reason.text}")
+            forced = plan is not None and plan.reason.rule in ("force_low", "as given")
+            if position in inexact and not forced:
+                raise _violation(place, f"it is low: {inexact[position].text}")
+
+
+def _with_shapes_of(
+    index: structures.GraphIndex, before: structures.GraphIndex | None
+) -> structures.GraphIndex:
+    """An index with the shapes of nodes as they were before passes, which new nodes lack."""
+    if before is None:
+        return index
+    positions = {node.name: position for position, node in enumerate(index.nodes)}
+    shapes = {
+        (positions[before.nodes[node].name], port): shape
+        for (node, port), shape in before.shapes.items()
+        if before.nodes[node].name in positions
+    }
+    return dataclasses.replace(index, shapes={**shapes, **index.shapes})
 
 
 def _dtype_now(body: Body, index: structures.GraphIndex, slot: structures.TypeSlot) -> str:
