@@ -327,7 +327,8 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     """Slots on paths to nodes with resources, without allow or deny nodes between.
 
     If updates may be low up to the last reduction (`reduced`), without reductions
-    between either.
+    between either. A forward pass alone has the same slots, those that the gradients of a
+    training step would take, so that both give the same values.
     """
     index = rules.index
     # The writes of a joined loop are in its body.
@@ -342,7 +343,58 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
         reduces = reduced and index.node_of(slot).op in REDUCTIONS
         return rules.colors[slot] not in ("allow", "deny") and not reduces
 
-    return reach(roots, along(leads_on, rules.fanin))
+    saved = [] if rules.updates == "low" else _taken_by_gradients(rules, leads_on, reduced)
+    return reach([*roots, *saved], along(leads_on, rules.fanin))
+
+
+_WRITERS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
+# Ops whose gradients take none of their operands.
+_LINEAR = REDUCTIONS | op_types("""
+    Add AddN AddV2 AvgPool AvgPool3D BiasAdd BiasAddV1 BroadcastTo Cast Concat ConcatV2 EnsureShape
+    ExpandDims Gather GatherNd GatherV2 Identity IdentityN MirrorPad Neg Pack Pad PadV2
+    PreventGradient Reshape Reverse ReverseV2 Slice Snapshot Split SplitV Squeeze StopGradient
+    StridedSlice Sub Tile Transpose Unpack
+""")
+
+
+def _taken_by_gradients(
+    rules: Rules, leads_on: Callable[[int], bool], reduced: bool
+) -> list[int]:
+    """Slots of a graph without gradients that those of its variables would take.
+
+    The gradient of a variable takes the operands of each op that is not linear, from the variable
+    on, up to the next product: the input of a normalization, for its gain and the bias before it.
+    All of them are reduced to the shape of the variable, but those of gathered rows.
+    """
+    index = rules.index
+    using = index.users["resource"]
+    if any(index.nodes[position].op.startswith(_WRITERS) for position in using):
+        return []
+    reads = [slot for position in using for slot in index.nodes[position].slots]
+    if reduced:
+        gathers = (s for read in reads for s in (read, *rules.fanout[read]))
+        reads = [slot for slot in gathers if "Gather" in index.ops[slot]]
+
+    def goes_on(slot: int) -> Iterator[int]:
+        shape = _shape_of(index, slot)
+        for target in filter(leads_on, rules.fanout[slot]):
+            # The gradient of what is broadcast is reduced.
+            is_broadcast = index.ops[target] in _LINEAR and _shape_of(index, target) != shape
+            if not (reduced and is_broadcast):
+                yield target
+
+    behind = reach(reads, goes_on)
+    return [
+        source
+        for slot in behind
+        if rules.colors[slot] in ("infer", "clear") and index.ops[slot] not in _LINEAR
+        for source in rules.fanin[slot]
+        if source in behind and leads_on(source)
+    ]
+
+
+def _shape_of(index: GraphIndex, slot: int) -> tuple[int | None, ...] | None:
+    return index.shapes.get((index.slots[slot].node, 0))
 
 
 # ---- Regions ---------------------------------------------------------------------------
