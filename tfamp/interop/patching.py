@@ -42,6 +42,14 @@ _KERAS_AND_PUBLIC = (
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
     # Powers of the matrix, and a solver that multiplies their rounding errors.
     ("in_float32", "tensorflow:linalg.expm"),
+    # Know the complex dtype of float32 and float64 only.
+    ("in_float32", "tensorflow:linalg.eig"),
+    ("in_float32", "tensorflow:linalg.eigvals"),
+    ("in_float32", "tensorflow:eig"),
+    ("in_float32", "tensorflow:eigvals"),
+    # Losses are computed in float32.
+    ("loss_ops", "keras.src.losses.loss:ops"),
+    ("loss_ops", "keras.src.losses.losses:ops"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
@@ -88,6 +96,9 @@ _PRIVATE_TENSORFLOW = (
     ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
     ("stacked", "ops.array_ops:_autopacking_helper"),
     ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
+    ("folded", "ops.functional_ops:foldl"),
+    ("folded", "ops.functional_ops:foldr"),
+    ("folded", "ops.functional_ops:scan"),
     ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
     ("signature_cast", "framework.tensor:TensorSpec.cast"),
     ("true_division", "ops.math_ops:_truediv_python3"),
