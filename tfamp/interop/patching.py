@@ -139,8 +139,8 @@ RESULTS_CAST_BACK = {
     ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
-# Functions that check dtypes before they run an op. The first reject low precision, or sum
-# squares, which overflow float16 from 256 on. The second reject mixed dtypes. The third declare
+# Functions that check dtypes before they run an op. The first reject low precision, sum
+# squares, which overflow float16 from 256 on, or are losses, whose gradients may cancel. The second reject mixed dtypes. The third declare
 # an op's result to have the dtype of its inputs, which they therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.check_ops", "assert_near"),
@@ -150,6 +150,9 @@ FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.linalg_ops", "norm"),
     ("tensorflow.python.ops.math_ops", "complex"),
     ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+    ("tensorflow.python.ops.nn_impl", "log_poisson_loss"),
+    ("tensorflow.python.ops.nn_impl", "sigmoid_cross_entropy_with_logits"),
+    ("tensorflow.python.ops.nn_impl", "weighted_cross_entropy_with_logits_v2"),
     ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
     ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
     ("tensorflow.python.ops.signal.fft_ops", "_rfft"),

@@ -50,7 +50,15 @@ from tfamp.torch_style.dtype_checks import (
     sparse_matmul,
     stacked,
 )
-from tfamp.torch_style.modes import EDITABLE, EXPLICIT, Block, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style.modes import (
+    EDITABLE,
+    EXPLICIT,
+    Block,
+    Mode,
+    current_modes,
+    dtype_name,
+    recast,
+)
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _TENSORS = (tf.Tensor, tf.Variable)
