@@ -139,9 +139,10 @@ RESULTS_CAST_BACK = {
     ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
-# Functions that check dtypes before they run an op. The first reject low precision, sum
-# squares, which overflow float16 from 256 on, or are losses, whose gradients may cancel. The second reject mixed dtypes. The third declare
-# an op's result to have the dtype of its inputs, which they therefore get in the op's dtype.
+# Functions that check dtypes before they run an op. The first reject low precision, sum squares,
+# which overflow float16 from 256 on, or are losses, whose gradients may cancel. The second reject
+# mixed dtypes. The third declare an op's result to have the dtype of its inputs, which they
+# therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),

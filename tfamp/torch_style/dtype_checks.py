@@ -112,7 +112,7 @@ class LossOps:
         mode = current_modes.current
         if mode is None or not callable(value):
             return value
-        # AutoGraph would convert the losses' own calls, and Keras's ops are none of its business.
+        # AutoGraph warns of what it cannot convert.
         run = functools.partial(_loss_op, mode, value)
         return tf.autograph.experimental.do_not_convert(run)
 
@@ -128,12 +128,12 @@ def _for_loss(value: Operand) -> Operand:
     if not tf.is_tensor(value) or dtype_name(value) not in LOW_PRECISION:
         return value
     with current_modes.set_to(None):
-        logits = getattr(value, "_keras_logits", None)
+        logits = keras_hooks.logits_of(value)
         if tf.is_symbolic_tensor(value) and logits is None and value.op.type in _WITH_LOGITS:
             return _WITH_LOGITS[value.op.type](tf.cast(value.op.inputs[0], tf.float32))
         wide = tf.cast(value, tf.float32)
         if logits is not None:
-            wide._keras_logits = recast(logits, "float32")
+            keras_hooks.set_logits(wide, recast(logits, "float32"))
         return wide
 
 
