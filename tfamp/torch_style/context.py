@@ -177,7 +177,11 @@ def _recast_or_make(value: Operand, dtype: str) -> Tensor:
     if value is None or isinstance(value, _TENSORS):
         return recast(value, dtype)
     if isinstance(value, (list, tuple)):
-        value = [recast(member, dtype) for member in value]
+        # TensorFlow takes lists of arrays of its own dtypes of NumPy only, and rounds these.
+        value = [
+            member if isinstance(member, modes.ARRAYS) else recast(member, dtype)
+            for member in value
+        ]
     with current_modes.set_to(None):
         if tf.is_tensor(value):  # A Keras variable converts to the dtype it has only.
             return tf.cast(value, dtype)
