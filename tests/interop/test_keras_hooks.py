@@ -59,6 +59,17 @@ def test_activity_losses_are_averaged_where_keras_does():
     assert float(layer.losses[0]) == (2.0 if keras_hooks.averages_activity_losses() else 8.0)
 
 
+def test_private_logits():
+    logits = keras.ops.full((2, 1), 3.0)
+    probabilities = keras.activations.sigmoid(logits)
+    assert keras_hooks.logits_of(probabilities) is logits
+    assert keras_hooks.logits_of(logits) is None
+    halves = keras.ops.full((2, 1), 0.5)
+    keras_hooks.set_logits(halves, logits)
+    loss = keras.losses.binary_crossentropy(keras.ops.zeros((2, 1)), halves)
+    np.testing.assert_allclose(loss, np.log1p(np.exp(3.0)), rtol=1e-6)
+
+
 def test_private_session():
     before = keras_hooks.session()
     assert keras_hooks.session() is before

@@ -1,5 +1,6 @@
 """Results, losses and given data keep float32's digits, and masks stay finite."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -67,6 +68,36 @@ def test_a_loss_is_float32_from_the_last_product_on(name, dtype):
     assert not [cast for cast in plan.casts if cast.tensor == "y:0"]
     reported = tfamp.rewrite(tf.function(step), dtype=dtype, placement="lists")(X, y)
     assert float(reported) != float(tf.cast(reported, dtype))
+
+
+CANCELLING = {
+    "softplus": lambda y: tf.reduce_mean(tf.math.softplus(y) + tf.math.softplus(-y)),
+    "log cosh": lambda y: tf.reduce_mean(keras.losses.log_cosh(tf.zeros_like(y), y)),
+    "cross-entropy": lambda y: tf.reduce_mean(
+        tf.nn.sigmoid_cross_entropy_with_logits(0.5 * tf.ones_like(y), y)
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["graph", "compiled"])
+@pytest.mark.parametrize(("placement", "dtype"), one_of_each(PLACEMENTS[:2], DTYPES))
+@pytest.mark.parametrize("name", CANCELLING)
+def test_the_gradient_of_a_loss_that_cancels_is_as_exact_as_the_product(
+    name, placement, dtype, compiled
+):
+    kernel = tf.constant(RANDOM.normal(size=(16, 4)) / 1000, tf.float32)
+
+    def step(x, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch(kernel)
+            loss = CANCELLING[name](x @ kernel)
+        return loss, tape.gradient(loss, kernel)
+
+    loss, gradient = step(X, kernel)
+    rewritten = tfamp.rewrite(step, dtype=dtype, placement=placement)
+    found, low_gradient = (tf.function(rewritten, jit_compile=compiled))(X, kernel)
+    assert_close(found, loss, dtype)
+    assert_close(low_gradient, gradient, dtype, depth=2)
 
 
 def test_a_loss_that_is_not_returned_is_float32_too():

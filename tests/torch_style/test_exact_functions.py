@@ -1,5 +1,7 @@
 """Functions of TensorFlow whose steps would multiply rounding errors, or exceed low dtypes."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -70,3 +72,65 @@ def test_sampled_softmax_with_accidental_hits_is_finite_and_exact(dtype, way):
     found, gradient = WAYS[way](step)()
     assert error(found, expected) < float_format(dtype).eps
     assert error(gradient, tape.gradient(expected, features)) < 4 * float_format(dtype).eps
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", first_of(reversed(DTYPES)))
+@pytest.mark.parametrize("function", [tf.linalg.eig, tf.linalg.eigvals], ids=["eig", "eigvals"])
+def test_eigenvalues_of_a_low_matrix_are_those_of_float32(function, dtype, way):
+    low = tf.cast(tf.random.stateless_normal((5, 5), [1, 2]), dtype)
+
+    def sizes(matrix):
+        # Looked up here, as the function in force is the one of the module.
+        found = getattr(tf.linalg, function.__name__)(matrix)
+        return tf.abs(found[0] if isinstance(found, tuple) else found)
+
+    def step(matrix, autocast):
+        with tf.GradientTape() as tape:
+            tape.watch(matrix)
+            with autocast:
+                result = sizes(matrix)
+        return result, tape.gradient(result, matrix)
+
+    expected, gradient = step(tf.cast(low, tf.float32), contextlib.nullcontext())
+    found, low_gradient = WAYS[way](lambda: step(low, tfamp.autocast(dtype)))()
+    assert found.dtype == tf.float32
+    assert error(found, expected) < 1e-6
+    assert error(tf.cast(low_gradient, tf.float32), gradient) < float_format(dtype).eps
+
+
+FOLDS = {
+    "foldl": lambda x: tf.foldl(tf.add, x),
+    "foldr": lambda x: tf.foldr(tf.add, x),
+    "scan": lambda x: tf.scan(tf.add, x)[-1],
+    "scan of a low start": lambda x: tf.scan(tf.add, x, tf.zeros_like(x[0]))[-1],
+    "foldl of a pair": lambda x: tf.foldl(lambda a, b: (a[0] + b[0], a[1] + b[1]), (x, x))[1],
+    "lambda of a product": lambda x: tf.foldl(lambda a, b: a + tf.tensordot(b, EYE, 1), x),
+}
+EYE = tf.eye(2)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "compiled"])
+@pytest.mark.parametrize("dtype", first_of(reversed(DTYPES)))
+@pytest.mark.parametrize("name", FOLDS)
+def test_what_a_fold_or_a_scan_collects_is_float32(name, dtype, way):
+    low = tf.cast(tf.random.stateless_uniform((1000, 2), [1, 2], 0.5, 1.5), dtype)
+
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch(low)
+            with tfamp.autocast(dtype):
+                total = FOLDS[name](low)
+        return total, tape.gradient(total, low)
+
+    ways = {**WAYS, "compiled": tf.function(jit_compile=True)}
+    found, gradient = ways[way](step)()
+    assert found.dtype == tf.float32
+    assert error(found, tf.reduce_sum(tf.cast(low, tf.float32), 0)) < 1e-5
+    np.testing.assert_array_equal(tf.cast(gradient, tf.float32), np.ones((1000, 2)))
+
+
+def test_a_fold_of_values_that_a_user_has_cast_stays_low():
+    with tfamp.autocast("bfloat16"):
+        start = tf.cast(tf.zeros(2), tf.bfloat16)
+        assert tf.foldl(tf.add, tf.ones((3, 2), tf.bfloat16), start).dtype == tf.bfloat16

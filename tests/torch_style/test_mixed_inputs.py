@@ -350,3 +350,12 @@ def test_the_gradient_of_python_with_a_declared_dtype():
 
     ones = np.full((4, 4), 2.0, "float32")
     assert_close(gradient(), ones @ x.numpy().T + x.numpy().T @ ones, "bfloat16", depth=8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_list_of_arrays_takes_the_dtype_of_a_tensor(dtype):
+    rows = [np.float32([1, 2]), np.float32([3, 4])]
+    with tfamp.autocast(dtype):
+        product = tf.ones((2, 2), dtype) * rows
+    assert product.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(product, tf.float32), rows)

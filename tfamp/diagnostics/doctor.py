@@ -366,7 +366,7 @@ RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
         lambda e: ", ".join(e.inexact_ops),
         "These add to a variable in its own dtype, and tfamp leaves that dtype alone: {0}. In "
         "bfloat16 such a sum stops growing at 256 times its terms, in float16 at 2048 times. Sums "
-        "that a loop makes under tfamp.autocast (tf.foldl, tf.scan, Python's sum) are rounded at "
+        "that a loop makes under tfamp.autocast (tf.while_loop, Python's sum) are rounded at "
         "every addition; rewrites add them up in float32.",
         "Store what you count or average in float32, as tfamp's policies store all weights.",
         f"{_PAGES}/guides/policy.md",

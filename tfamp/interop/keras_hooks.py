@@ -96,6 +96,22 @@ def set_thread_policy(policy: KerasPolicy) -> None:
     foreign(f"{_STATE}:set_global_attribute")(_POLICY, policy)
 
 
+def logits_of(probabilities: Tensor) -> Tensor | None:
+    """The logits that Keras's sigmoid or softmax made a tensor of, None for other tensors.
+
+    Symbol: `_keras_logits` of tensors, which Keras's cross-entropies read.
+    """
+    return getattr(probabilities, "_keras_logits", None)
+
+
+def set_logits(probabilities: Tensor, logits: Tensor) -> None:
+    """Makes Keras's cross-entropies compute with logits instead of a tensor.
+
+    Symbol: as of `logits_of`.
+    """
+    probabilities._keras_logits = logits
+
+
 def session() -> Any:
     """An object that identifies Keras's session; `keras.utils.clear_session` begins a new one.
 

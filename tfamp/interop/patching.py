@@ -42,6 +42,14 @@ _KERAS_AND_PUBLIC = (
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
     # Powers of the matrix, and a solver that multiplies their rounding errors.
     ("in_float32", "tensorflow:linalg.expm"),
+    # Know the complex dtype of float32 and float64 only.
+    ("in_float32", "tensorflow:linalg.eig"),
+    ("in_float32", "tensorflow:linalg.eigvals"),
+    ("in_float32", "tensorflow:eig"),
+    ("in_float32", "tensorflow:eigvals"),
+    # Losses are computed in float32.
+    ("loss_ops", "keras.src.losses.loss:ops"),
+    ("loss_ops", "keras.src.losses.losses:ops"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
@@ -88,6 +96,9 @@ _PRIVATE_TENSORFLOW = (
     ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
     ("stacked", "ops.array_ops:_autopacking_helper"),
     ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
+    ("folded", "ops.functional_ops:foldl"),
+    ("folded", "ops.functional_ops:foldr"),
+    ("folded", "ops.functional_ops:scan"),
     ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
     ("signature_cast", "framework.tensor:TensorSpec.cast"),
     ("true_division", "ops.math_ops:_truediv_python3"),
@@ -128,9 +139,10 @@ RESULTS_CAST_BACK = {
     ("tensorflow.python.ops.nn_impl", "_compute_sampled_logits"),
     ("tensorflow.python.ops.nn_impl", "moments"),
 }
-# Functions that check dtypes before they run an op. The first reject low precision, or sum
-# squares, which overflow float16 from 256 on. The second reject mixed dtypes. The third declare
-# an op's result to have the dtype of its inputs, which they therefore get in the op's dtype.
+# Functions that check dtypes before they run an op. The first reject low precision, sum squares,
+# which overflow float16 from 256 on, or are losses, whose gradients may cancel. The second reject
+# mixed dtypes. The third declare an op's result to have the dtype of its inputs, which they
+# therefore get in the op's dtype.
 FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
@@ -139,6 +151,9 @@ FLOAT32_FUNCTIONS = {
     ("tensorflow.python.ops.linalg_ops", "norm"),
     ("tensorflow.python.ops.math_ops", "complex"),
     ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+    ("tensorflow.python.ops.nn_impl", "log_poisson_loss"),
+    ("tensorflow.python.ops.nn_impl", "sigmoid_cross_entropy_with_logits"),
+    ("tensorflow.python.ops.nn_impl", "weighted_cross_entropy_with_logits_v2"),
     ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
     ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
     ("tensorflow.python.ops.signal.fft_ops", "_rfft"),

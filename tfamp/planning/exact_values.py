@@ -7,7 +7,8 @@ All rules go by structure and none by names:
   differentiated, stored or returned is, from the last product with a weight on: a loss has
   float32's digits. Products of activations in between, as in a Gram matrix, and those of their
   gradients, are float32 too. If a loss subtracts given data from predictions, the product that
-  computes these stays float32, as the output layer does under a policy.
+  computes these stays float32, as the output layer does under a policy. So do sums of a loss's
+  gradient before its first product: there large numbers may cancel, as 1 - 2 * sigmoid(-2 * x).
 - **Updates.** In float16 what leads from the last product of a gradient to an optimizer is
   float32: divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an
@@ -58,6 +59,7 @@ _DECOMPOSED = Reason(
 _TURNED = Reason("angle", "it becomes an angle or an index, which rounding errors change")
 _CONDITION = Reason("condition", "it decides when a loop ends")
 _BEHIND_WEIGHTS = Reason("result", "it multiplies activations, behind the last weight of a result")
+_CANCELS = Reason("result", "the gradient of a result is added up here, and may cancel")
 _UPDATE = Reason("update", "it leads from the last product of a gradient to where this is used")
 
 # Ops that select or compare values and do not compute new ones.
@@ -83,6 +85,7 @@ _CHOOSING = op_types("ArgMax ArgMin Multinomial StatelessMultinomial TopK TopKV2
 _VARIABLES = op_types("ReadVariableOp Variable VariableV2")
 _ADDITIONS = op_types("Add AddV2 BiasAdd Sub")
 _DIFFERENCES = op_types("SquaredDifference Sub")
+_SUMS_OF_GRADIENTS = op_types("Add AddN AddV2 Sub")
 # Nodes of TensorFlow 1's loops, which change as a whole or not at all.
 _FRAMES = op_types("Enter Exit Merge NextIteration Switch")
 
@@ -434,6 +437,7 @@ class _Values:
         )
         their_gradients = self._products_of_gradients(of_activations, gradients)
         kept = {
+            **dict.fromkeys(self._sums_behind(before_losses, gradients), _CANCELS),
             **dict.fromkeys(their_gradients, _BEHIND_WEIGHTS),
             **dict.fromkeys(of_activations, _BEHIND_WEIGHTS),
             **dict.fromkeys(on_the_way, _ON_THE_WAY),
@@ -443,6 +447,25 @@ class _Values:
         computed = (slot for slot in kept if not self._moves(slot))
         behind = reach(computed, along(kept.__contains__, self._targets))
         return {s: reason for s, reason in kept.items() if s in behind or not self._holds(s)}
+
+    def _sums_behind(self, before: Set[int], gradients: Collection[int]) -> Iterable[int]:
+        """Sums of the gradients of losses, and what leads there, up to the first products.
+
+        Args:
+            before: What leads to losses from the last products on.
+            gradients: What the products of gradients compute.
+        """
+
+        def goes_on(slot: int) -> bool:
+            return not self._multiplies[slot] and slot not in before and slot not in gradients
+
+        behind = reach(
+            (t for slot in before for t in self._targets[slot] if goes_on(t)),
+            along(goes_on, self._targets),
+        )
+        sums = (slot for slot in behind if self._ops[slot] in _SUMS_OF_GRADIENTS)
+        leading = reach(sums, along(behind.__contains__, self._sources))
+        return [slot for slot in leading if self._may_stay(slot)]
 
     def _before(
         self, ends: Iterable[int], without: Collection[int], crosses: Sequence[bool]

@@ -37,21 +37,30 @@ from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import modes
 from tfamp.torch_style.dtype_checks import (
+    LossOps,
     Original,
     array_method,
     convert,
     cross_entropy,
     declared_dtype,
+    folded,
     in_float32,
     mapped,
     operation_call,
     sparse_matmul,
     stacked,
 )
-from tfamp.torch_style.modes import EDITABLE, Block, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style.modes import (
+    EDITABLE,
+    EXPLICIT,
+    Block,
+    Mode,
+    current_modes,
+    dtype_name,
+    recast,
+)
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
-_EXPLICIT = "_tfamp_explicit_cast"
 _TENSORS = (tf.Tensor, tf.Variable)
 _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
 # Indices of the inputs of an op that share a float dtype, and the allowed dtypes.
@@ -168,7 +177,11 @@ def _recast_or_make(value: Operand, dtype: str) -> Tensor:
     if value is None or isinstance(value, _TENSORS):
         return recast(value, dtype)
     if isinstance(value, (list, tuple)):
-        value = [recast(member, dtype) for member in value]
+        # TensorFlow takes lists of arrays of its own dtypes of NumPy only, and rounds these.
+        value = [
+            member if isinstance(member, modes.ARRAYS) else recast(member, dtype)
+            for member in value
+        ]
     with current_modes.set_to(None):
         if tf.is_tensor(value):  # A Keras variable converts to the dtype it has only.
             return tf.cast(value, dtype)
@@ -193,7 +206,7 @@ def _target(
         # An unlisted op keeps its dtype; mixed ones, which it could not run with, are promoted.
         target = modes.widest(dtypes)
     else:
-        cast_by_user = (member for member in members if getattr(member, _EXPLICIT, False))
+        cast_by_user = (member for member in members if getattr(member, EXPLICIT, False))
         explicit = set(map(dtype_name, cast_by_user))
         target = modes.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
@@ -237,7 +250,7 @@ def cast(
         return casts.of_traced(x, target, run)  # Keras's, of a layer's weights.
     result = run()
     if not module.startswith(patching.LIBRARIES):
-        setattr(result, _EXPLICIT, True)
+        setattr(result, EXPLICIT, True)
     return result
 
 
@@ -252,7 +265,7 @@ def public_cast(
         return result
     with current_modes.set_to(None):
         result = tf.identity(x)  # Other uses of the tensor itself are not explicit.
-    setattr(result, _EXPLICIT, True)
+    setattr(result, EXPLICIT, True)
     return result
 
 
@@ -493,10 +506,11 @@ _FOR_A_MODE = (
     true_division, cast, public_cast, paused, custom_gradient, python_function,
     function_context, signature_cast, finished_graph, while_loop, loop_check, branch_check,
     branches, stacked, mapped, in_float32, array_method, sparse_matmul, cross_entropy,
-    operation_call,
+    operation_call, folded,
 )  # fmt: skip
 # Installed while any autocast is in force.
 hooks = patching.Patch(
+    loss_ops=LossOps,
     **{hook.__name__: hook for hook in (eager_op, graph_op, recording, convert)},
     **{hook.__name__: _where_in_force(hook) for hook in _FOR_A_MODE},
 )

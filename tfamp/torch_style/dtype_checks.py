@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import DType, Nest, Operand, Operation, Tensor
 from tfamp.interop import keras_hooks, patching
 from tfamp.torch_style import modes
-from tfamp.torch_style.modes import EDITABLE, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style.modes import EDITABLE, EXPLICIT, Mode, current_modes, dtype_name, recast
 
 # A Python function: the one that a patch replaces, or a user's that it takes.
 Original: TypeAlias = Callable[..., Any]
@@ -94,6 +95,78 @@ def in_float32(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nes
     args = tuple(recast(value, "float32") for value in args)
     with current_modes.set_to(None):
         return original(*args, **kwargs)
+
+
+class LossOps:
+    """Replaces `keras.ops` in the modules of Keras's losses, which compute in float32.
+
+    Losses cast targets to the dtype of predictions, which targets may exceed. Functions of these
+    modules are reached however they were imported.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        mode = current_modes.current
+        if mode is None or not callable(value):
+            return value
+        # AutoGraph warns of what it cannot convert.
+        run = functools.partial(_loss_op, mode, value)
+        return tf.autograph.experimental.do_not_convert(run)
+
+
+def _loss_op(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
+    """Runs an op of a loss on float32 values."""
+    kwargs = {name: _for_loss(value) for name, value in kwargs.items()}
+    return in_float32(mode, original, *map(_for_loss, args), **kwargs)
+
+
+def _for_loss(value: Operand) -> Operand:
+    """Casts a low tensor up; probabilities still lead to the logits that Keras computes with."""
+    if not tf.is_tensor(value) or dtype_name(value) not in LOW_PRECISION:
+        return value
+    with current_modes.set_to(None):
+        logits = keras_hooks.logits_of(value)
+        if tf.is_symbolic_tensor(value) and logits is None and value.op.type in _WITH_LOGITS:
+            return _WITH_LOGITS[value.op.type](tf.cast(value.op.inputs[0], tf.float32))
+        wide = tf.cast(value, tf.float32)
+        if logits is not None:
+            keras_hooks.set_logits(wide, recast(logits, "float32"))
+        return wide
+
+
+# Keras finds the logits of these ops in a graph, if they are a loss's predictions.
+_WITH_LOGITS = {"Sigmoid": tf.sigmoid, "Softmax": tf.nn.softmax}
+
+
+def folded(
+    mode: Mode,
+    original: Original,
+    fn: Original,
+    elems: Nest,
+    initializer: Nest = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Nest:
+    """Begins what a fold or a scan collects in float32, as it may be a sum.
+
+    Without a start value the first element is one, and has the dtype of the others.
+    """
+    if initializer is None:
+        elems = _begun(elems)
+    else:
+        initializer = _begun(initializer)
+    return original(fn, elems, initializer, *args, **kwargs)
+
+
+def _begun(values: Nest) -> Nest:
+    """Casts tensors to float32, except those that a user has cast."""
+    return tf.nest.map_structure(
+        lambda value: value if getattr(value, EXPLICIT, False) else recast(value, "float32"),
+        values,
+    )
 
 
 def mapped(

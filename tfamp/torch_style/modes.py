@@ -160,6 +160,8 @@ current_modes = _Modes("tfamp_autocast")
 # ---- Values ----------------------------------------------------------------------------
 
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
+# Attribute of the result of a cast by a user.
+EXPLICIT = "_tfamp_explicit_cast"
 ARRAYS = (np.ndarray, np.generic)
 _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 
