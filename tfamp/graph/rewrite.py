@@ -268,7 +268,7 @@ def convert_prepared(
     with collector_paused():
         apply_plan(graph, decision.plan)
         verify_rewrite(graph, decision.scopes, decision.plan)
-        verify_sums(decision.scopes, options)
+        verify_kernels(decision.scopes, options)
         _run(passes, graph, options, decision.plan)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
@@ -376,8 +376,8 @@ def _verify_casts(body: Body, painted: PaintedScope, casts: Set[str]) -> None:
                 raise _violation(f"node {node.name!r}", cause)
 
 
-def verify_sums(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
-    """Checks by the table of kernels that no low node adds up low, unless the caller forced it.
+def verify_kernels(scopes: Sequence[PaintedScope], options: RewriteOptions) -> None:
+    """Checks that the table of kernels has no fault of a low node, unless the caller forced it.
 
     A RewriteError names one that does. Grappler's lists convert it.
     """
