@@ -65,9 +65,9 @@ class Fault(enum.Enum):
     """Why a low kernel is not used, as a clause whose subject is the kernel."""
 
     ADDS_UP_LOW = "would add up {terms} values for each result in {dtype}"
-    HANGS = "does not return in {dtype} for {call}"
-    CRASHES = "crashes in {dtype} for {call}"
-    SLOW = "takes {factor:g} times as long in {dtype} as in float32 for {call}"
+    HANGS = "does not return in {dtype}{calls}"
+    CRASHES = "crashes in {dtype}{calls}"
+    SLOW = "takes {factor:g} times as long in {dtype} as in float32{calls}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,9 @@ class KernelFact:
         terms = _UNKNOWN if call is None else TERMS[self.terms](call)
         many = f"{round(terms)}" if terms < _UNKNOWN else "an unknown number of"
         kernel = {GPU: "a GPU's kernel"}.get(library, f"{library}'s kernel")
-        shown = _FILTERS[self.form](call) if call and self.form in _FILTERS else self.form
-        fields = {"terms": many, "dtype": dtype, "call": shown, "factor": self.factor}
+        named = _FILTERS[self.form](call) if call and self.form in _FILTERS else self.form
+        calls = "" if self.form == "any" else f" for {named}"
+        fields = {"terms": many, "dtype": dtype, "calls": calls, "factor": self.factor}
         return f"{kernel} {self.fault.value.format(**fields)}"
 
 
