@@ -41,7 +41,7 @@ _NOT_CALLED = (
 
 def fault_cases() -> list[KernelCase]:
     """Returns cases of unique names, in a fixed order."""
-    cases = (*RAW_CASES, *FUNCTION_CASES, *_convolutions(), *_products(), *_by_definition())
+    cases = (*_convolutions(), *_by_definition(), *_products(), *RAW_CASES, *FUNCTION_CASES)
     named = {case.name: case for case in cases}
     return list(named.values())
 

@@ -166,6 +166,19 @@ def test_models_of_a_level_train(name, level):
     assert dtypes == {"float32"}
 
 
+def test_the_gradient_of_a_gradient_is_float32_too():
+    """The gradient of the low input gradient of a convolution is the convolution."""
+    weights, upstream = tf.ones((1, 15, 4, 1), LOW), tf.ones((1, 1, 32, 4), LOW)
+    with dtypes_run() as dtypes, tf.GradientTape() as tape, tfamp.autocast(LOW):
+        tape.watch(upstream)
+        found = tf.nn.depthwise_conv2d_backprop_input(
+            (1, 1, 32, 4), weights, upstream, [1] * 4, "SAME"
+        )
+        gradient = tape.gradient(found, upstream)
+    assert (found.dtype, gradient.dtype) == (LOW, LOW)
+    assert dtypes == {"float32"}
+
+
 # ---- Reasons -------------------------------------------------------------------------------------
 
 
