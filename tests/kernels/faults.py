@@ -30,7 +30,7 @@ _START, _LIMIT = 120, 30
 
 
 class Result(NamedTuple):
-    """What became of a case: "ok", "slow", "does not return", "crashes" or an error's type."""
+    """The outcome of a case: "ok", "slow", "does not return", "crashes" or an error's type."""
 
     name: str
     dtype: str
