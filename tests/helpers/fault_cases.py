@@ -25,7 +25,7 @@ CHANNELS = (1, 4, 16, 32, 128)
 # An image of one dimension, and the side of one of two.
 _LENGTH, _SIDE = 256, 64
 # More multiplications than this take a slow kernel seconds.
-_MOST_WORK = 3e8
+_MOST_WORK = 3e7
 _WINDOWS = {"strides": [1] * 4, "padding": "SAME"}
 # Elementwise ops are called with vectors of these lengths.
 _LENGTHS = (1, 1000, 1 << 18)

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import queue
+import random
 import subprocess
 import sys
 import threading
@@ -194,7 +195,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="", help="cases whose names contain this")
     made.add_argument("--every", type=int, default=1, metavar="N", help="every N-th case")
     made.add_argument("--limit", type=float, default=_LIMIT, help="seconds that a case may take")
-    made.add_argument("--minutes", type=float, default=float("inf"), help="then it stops")
+    made.add_argument(
+        "--minutes", type=float, default=float("inf"), help="then it stops; its cases are random"
+    )
     made.add_argument("--library", choices=("Eigen", "oneDNN"), help="TensorFlow's without it")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
@@ -205,7 +208,9 @@ def _wanted(options: argparse.Namespace) -> list[tuple[str, str]]:
 
     dtypes = [options.dtype] if options.dtype else ["bfloat16", "float16"]
     cases = [case for case in fault_cases() if options.only in case.name]
-    return [(c.name, d) for c in cases for d in dtypes if d in c.dtypes][:: options.every]
+    wanted = [(c.name, d) for c in cases for d in dtypes if d in c.dtypes][:: options.every]
+    random.Random(0).shuffle(wanted)  # What a short search runs is of all kinds.
+    return wanted
 
 
 def _print_report(results: Iterator[Result], processes: Sequence[None], all_cases: int) -> None:
