@@ -445,8 +445,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         KernelFact(op=op, low=_in(gpu=_BF16), terms="unknown", layers=("LSTM", "GRU"))
         for op in sorted(CUDNN_RNN)
     ),
-    # Convolutions. Where oneDNN runs float32, Eigen's low kernels took 35 to 100 times as long with
-    # 32 and 128 groups, and 2 times with 4, on an AMD EPYC with AVX2. Where it does not, float32
+    # Convolutions. Where oneDNN runs float32, Eigen's low kernels took 16 to 110 times as long with
+    # 16, 32 and 128 groups, and 2 times with 4, on an AMD EPYC with AVX2. Where it does not, float32
     # takes nearly as long.
     KernelFact(
         op="Conv2D",
