@@ -213,18 +213,33 @@ def _wanted(options: argparse.Namespace) -> list[tuple[str, str]]:
     return wanted
 
 
+def _row(case: Any, dtype: str) -> str:
+    """The row of the table that keeps a call from the kernel; "-" for a function of several ops."""
+    from helpers.kernel_paths import op_call
+    from tfamp.machine.hardware import onednn_dtypes
+    from tfamp.planning.kernels import fact_about
+
+    try:
+        fact = fact_about(op_call(case, dtype), dtype, "cpu", onednn_dtypes())
+    except ValueError:
+        return "-"
+    return "no row: add one" if fact is None else fact.fault.name.lower()
+
+
 def _print_report(results: Iterator[Result], processes: Sequence[None], all_cases: int) -> None:
     from helpers.fault_cases import fault_cases, uncalled_ops
 
-    print("| case | dtype | outcome | ms | ms in float32 |\n|---|---|---|---:|---:|")
-    ops_of = {case.name: case.rows[0] for case in fault_cases()}
+    print("| case | dtype | outcome | ms | ms in float32 | table |\n|---|---|---|---:|---:|---|")
+    cases = {case.name: case for case in fault_cases()}
     ran = []
     for result in results:
         ran.append(result)
         if result.outcome in _FAULTS:
             times = f"{1e3 * result.low:.2f} | {1e3 * result.float32:.2f}"
-            print(f"| {result.name} | {result.dtype} | {result.outcome} | {times} |", flush=True)
-    ops = {ops_of[result.name] for result in ran}
+            row = _row(cases[result.name], result.dtype)
+            cells = (result.name, result.dtype, result.outcome, times, row)
+            print(f"| {' | '.join(cells)} |", flush=True)
+    ops = {cases[result.name].rows[0] for result in ran}
     refused = [result for result in ran if result.outcome not in (*_FAULTS, "ok")]
     print(f"\n{len(ran)} of {all_cases} cases of {len(ops)} ops in {len(processes)} processes.")
     print(f"TensorFlow refuses {len(refused)} of them.")
