@@ -446,8 +446,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         for op in sorted(CUDNN_RNN)
     ),
     # Convolutions. Where oneDNN runs float32, Eigen's low kernels took 16 to 110 times as long with
-    # 16, 32 and 128 groups, and 2 times with 4, on an AMD EPYC with AVX2. Where it does not, float32
-    # takes nearly as long.
+    # 16, 32 and 128 groups, and 2 times with 4, on an AMD EPYC with AVX2. Where it does not,
+    # float32 takes nearly as long.
     KernelFact(
         op="Conv2D",
         low=_in(eigen=_BOTH),
