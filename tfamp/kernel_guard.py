@@ -1,4 +1,4 @@
-"""Guards ops whose low-precision kernels add up in the low dtype: they run in float32.
+"""Guards ops whose low-precision kernels add up low or are unusable: they run in float32.
 
 `planning.kernels` says which ones these are. The results keep their dtypes, and forward values
 of exact kernels stay as they are. A gradient runs when no autocast and no layer is in force any
@@ -83,7 +83,7 @@ def leave(guard: Any) -> None:
 
 @contextlib.contextmanager
 def guarded(is_on: bool = True) -> Iterator[None]:
-    """Returns a context whose ops, and their gradients, add up in float32; see `enter`."""
+    """Returns a context whose ops, and their gradients, avoid kernels of the table; see `enter`."""
     guard = enter(is_on)
     try:
         yield
@@ -187,7 +187,7 @@ def _static_integers(value: Any) -> tuple[int, ...] | None:
 
 
 def _runs_in_float32(call: _Call) -> bool:
-    """Whether a call must run in float32: its kernel adds up low, or there is none."""
+    """Whether a call must run in float32: the table has its low kernel, or there is none."""
     for op_input, value in zip(op_inputs(call.op, call.device), call.inputs, strict=False):
         lacks_kernel = op_input.floats and call.dtype not in op_input.floats
         if lacks_kernel and any(map(_low_dtype, _flat([value]))):
@@ -197,7 +197,7 @@ def _runs_in_float32(call: _Call) -> bool:
 
 
 def _gradient_is_guarded(call: _Call) -> bool:
-    """Whether the gradient of a call may run kernels that add up low."""
+    """Whether the gradient of a call may run low kernels of the table."""
     dtypes = kernels.forward_ops(call.device, onednn_dtypes()).get(call.op, frozenset())
     if call.op in BROADCASTING and call.op not in _BY_A_SHAPE:
         # Only broadcast operands have a sum in their gradients.

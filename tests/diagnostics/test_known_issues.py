@@ -17,6 +17,7 @@ from tfamp.diagnostics.doctor import (
     read_environment,
 )
 from tfamp.machine import hardware
+from tfamp.planning.kernels import unusable_kernels
 
 CPU = hardware.Hardware("Xeon", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
 SOUND = Environment(CPU, kernels=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90"))
@@ -39,6 +40,9 @@ CASES = {
     "batch-norm-transposes": dataclasses.replace(gpu("A100", 8, 0), nhwc_batch_norm=False),
     "auto-is-slower": dataclasses.replace(SOUND, speed_of_auto=0.6),
     "sums-in-low-variables": dataclasses.replace(SOUND, inexact_ops=("ResourceScatterAdd",)),
+    "unusable-kernels": dataclasses.replace(
+        SOUND, unusable_kernels=unusable_kernels("cpu", frozenset({"bfloat16"}))
+    ),
     "onednn-off": dataclasses.replace(SOUND, onednn=False),
 }
 

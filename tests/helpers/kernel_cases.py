@@ -273,6 +273,13 @@ RAW_CASES: tuple[KernelCase, ...] = (
         )
     ),
     _raw(
+        "Conv2D",
+        lambda x, f: R.Conv2D(input=x, filter=f, **_UNIT),
+        positive(1, 16, 16, 32),
+        positive(3, 3, 1, 32),
+        name="of 32 groups",
+    ),
+    _raw(
         "Conv2DBackpropInput",
         lambda f, d: R.Conv2DBackpropInput(
             input_sizes=[1, 7, 7, 1], filter=f, out_backprop=d, **_UNIT

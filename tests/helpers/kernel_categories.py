@@ -105,7 +105,7 @@ _TEXT: dict[str, str] = {
         ConditionalAccumulator ResourceConditionalAccumulator SparseConditionalAccumulator
     """,
     "measured: adds up in float32, or is within four roundings": """
-        BatchMatMul BatchMatMulV2 BatchMatMulV3 Conv2D FusedBatchNormGradV2
+        BatchMatMul BatchMatMulV2 BatchMatMulV3 FusedBatchNormGradV2
         FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 FusedPadConv2D
         FusedResizeAndPadConv2D LogSoftmax MatMul Softmax
         SoftmaxCrossEntropyWithLogits SparseMatMul SparseReduceSum SparseReduceSumSparse

@@ -200,6 +200,10 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
         "conv1d", "Conv2DBackpropFilter", lambda x, f: tf.nn.conv1d(x, f, 1, "SAME"),
         positive(4, 4096, 8), positive(3, 8, 4),
     ),
+    _function(  # Without oneDNN it has no gradient, in float32 neither.
+        "conv2d, 32 groups", "Conv2D", lambda x, f: tf.nn.conv2d(x, f, 1, "SAME"),
+        positive(1, 16, 16, 32), positive(3, 3, 1, 32), wrt=(),
+    ),
     _function(
         "conv2d, 2048 filters", "Conv2DBackpropInput",
         lambda x, f: tf.nn.conv2d(x, f, 1, "VALID"), positive(1, 7, 7, 1), positive(3, 3, 1, 2048),

@@ -29,6 +29,7 @@ from tfamp.planning.kernels import (
     LAYERS,
     ONEDNN,
     OPS,
+    Fault,
     KernelFact,
     fact_about,
     library_of,
@@ -73,6 +74,8 @@ def test_a_kernel_is_as_exact_as_its_row_says(case, dtype):
     library = library_of(op, dtype, "cpu", onednn_dtypes())
     call = kernel_paths.op_call(case, dtype)
     fact = fact_about(call, dtype, "cpu", onednn_dtypes())
+    if fact is not None and fact.fault != Fault.ADDS_UP_LOW:
+        pytest.skip(fact.text(dtype, library, call))
     found = kernel_paths.largest(kernel_paths.deviations(case, "raw", dtype))
     measured = f"{op} is off by {found.error:.3%} in {dtype} by {library} ({found.of})"
     if fact is None:

@@ -42,6 +42,7 @@ def assert_converted(function, ops, dtype):
     assert ops <= found.keys()
     inexact = {op for op in found if facts_of(op, dtype, *library)}
     assert set().union(*(found[op] for op in found.keys() - inexact)) == {dtype}, found
+    assert dtype in found.get("Conv2D", {dtype}), found  # Only those of many groups have a row.
     assert set().union(*found.values()) <= {dtype, "float32"}, found
 
 

@@ -26,7 +26,7 @@ from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.interop.keras_hooks import HOW_TO_CHANGE, runs_tensorflow
 from tfamp.interop.tf_private import uses_onednn
 from tfamp.machine import hardware
-from tfamp.planning.kernels import UNMENDABLE
+from tfamp.planning.kernels import UNMENDABLE, unusable_kernels
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
@@ -220,6 +220,8 @@ class Environment:
             the machine profile; None if that policy is float32.
         inexact_ops: Ops that add up in the low dtype of a variable, if the machine has such
             dtypes.
+        unusable_kernels: What TensorFlow's low-precision kernels for the CPU do instead of
+            returning soon: a text each.
     """
 
     hardware: hardware.Hardware
@@ -232,6 +234,7 @@ class Environment:
     nhwc_batch_norm: bool = True
     speed_of_auto: float | None = None
     inexact_ops: tuple[str, ...] = ()
+    unusable_kernels: tuple[str, ...] = ()
 
 
 def read_environment(machine: hardware.Hardware) -> Environment:
@@ -247,6 +250,7 @@ def read_environment(machine: hardware.Hardware) -> Environment:
         tensor_float_32=tf.config.experimental.tensor_float_32_execution_enabled(),
         nhwc_batch_norm=os.environ.get(_PERSISTENT, "0").lower() not in ("0", "false"),
         inexact_ops=tuple(UNMENDABLE) if machine.gpus or machine.cpu_bfloat16 else (),
+        unusable_kernels=unusable_kernels("cpu", hardware.onednn_dtypes()),
     )
 
 
@@ -370,6 +374,14 @@ RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
         "every addition; rewrites add them up in float32.",
         "Store what you count or average in float32, as tfamp's policies store all weights.",
         f"{_PAGES}/guides/policy.md",
+    ),
+    "unusable-kernels": (
+        lambda e: "; ".join(e.unusable_kernels),
+        "Low-precision kernels that do not return, crash, or are far slower than float32's on "
+        "this CPU: {0}.",
+        "Rewrites, levels, autocast and the layers of a policy run these ops in float32. Cast to "
+        "float32 yourself outside of them, and where force_low or lists of your own name the op.",
+        f"{_PAGES}/explanation/sums.md",
     ),
     "onednn-off": (
         lambda e: not e.onednn and not e.hardware.gpus,

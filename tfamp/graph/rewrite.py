@@ -380,8 +380,8 @@ def verify_result(graph: Graph, options: RewriteOptions, decision: Decision) -> 
     """Checks what is handed to TensorFlow, after the last pass: a failure is a bug of tfamp's.
 
     Both ends of every edge agree, names that are used from outside are there, what was decided
-    to be float32 is, and by the table of kernels no low node adds up low, unless the caller
-    forced it or gave Grappler's lists; else a RewriteError.
+    to be float32 is, and the table of kernels has no fault of a low node, unless the caller forced
+    it or gave Grappler's lists; else a RewriteError.
     """
     low = options.dtype
     try:

@@ -1,7 +1,7 @@
-"""Nodes that stay float32 as their low kernels would lose digits, by the table; framework-free.
+"""Nodes that stay float32 as their low kernels lose digits or fail, by the table; framework-free.
 
-`planning.kernels` says what kernels lose; here are the calls of a graph, with the shapes and
-the attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such
+`planning.kernels` says what is wrong with kernels; here are the calls of a graph, with the shapes
+and the attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such
 a node does not make the nodes behind it float32.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tfamp.planning.kernels import (
     OPS,
-    TERMS,
+    Fault,
     KernelFact,
     OpCall,
     fact_about,
@@ -22,7 +22,8 @@ from tfamp.planning.kernels import (
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import GraphIndex, Reason
 
-RULE = "sum"
+# Names of the rules: for kernels that add up low, and for those with another fault.
+RULE, FAULT_RULE = "sum", "kernel"
 # Of a node's device, as graphs spell it.
 _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
 # Of the input of a node that becomes another op: its axes must be known. A BiasAddGrad, the
@@ -31,7 +32,7 @@ _LEAST_RANK = 2
 
 
 def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[int, Reason]]:
-    """Finds the nodes of a scope whose low kernels add up too many values in low precision.
+    """Finds the nodes of a scope whose low kernels add up too many values, or are unusable.
 
     A node whose row names another op that is exact instead, and may be low, is left out:
     `graph.passes.bias_sums` puts that op in its place. So are ops that the
@@ -50,7 +51,10 @@ def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[
             continue
         replaced = exact_instead(call, node.device, options)
         if options.colors.get(replaced) not in ("allow", "infer"):
-            yield position, Reason(RULE, _text(call, fact, node.device, options))
+            rule = RULE if fact.fault == Fault.ADDS_UP_LOW else FAULT_RULE
+            kind = _kind(node.device, options)
+            library = library_of(node.op, options.dtype, kind, options.onednn)
+            yield position, Reason(rule, fact.text(options.dtype, library, call))
     yield from _added_over_devices(index)
 
 
@@ -62,7 +66,7 @@ def call_of(index: GraphIndex, position: int) -> OpCall:
 
 
 def fact_of(call: OpCall, device: str, options: RewriteOptions) -> KernelFact | None:
-    """The row of the table that makes a call inexact on a device, named as graphs do."""
+    """The row of the table that keeps a call from being low on a device, named as graphs do."""
     return fact_about(call, options.dtype, _kind(device, options), options.onednn)
 
 
@@ -81,14 +85,6 @@ def exact_instead(call: OpCall, device: str, options: RewriteOptions) -> str:
 def _kind(device: str, options: RewriteOptions) -> str:
     match = _DEVICE_KIND.search(device)
     return match[1].lower() if match else options.device
-
-
-def _text(call: OpCall, fact: KernelFact, device: str, options: RewriteOptions) -> str:
-    library = library_of(call.op, options.dtype, _kind(device, options), options.onednn)
-    terms = TERMS[fact.terms](call)
-    many = f"{round(terms)}" if terms < float("inf") else "an unknown number of"
-    kernel = {"GPU": "a GPU's kernel"}.get(library, f"{library}'s kernel")
-    return f"{kernel} would add up {many} values for each result in {options.dtype}"
 
 
 def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:

@@ -2,8 +2,9 @@
 
 A kernel that adds up in the dtype of its tensors loses what is too small next to the sum so
 far: a sum of equal terms stops growing after 2 / eps of them, 256 in bfloat16. A plan looks
-right then, as every node has the dtype that it should have. Rewrites, autocast, policies and
-levels read this table, and tests/kernels measures it.
+right then, as every node has the dtype that it should have. Other kernels do not return, crash,
+or take far longer than float32's. Rewrites, autocast, policies, levels and `tfamp doctor` read
+this table, and tests/kernels measures it.
 
 Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms;
 run `python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is
@@ -13,11 +14,13 @@ the kernels in TensorFlow's wheel and sources: `core/kernels/bias_op_gpu.cu.cc`,
 `segment_reduction_ops_gpu.cu.h` and `core/util/use_cudnn.cc`; and one measurement on an H100
 (docs/gpu.md). There the tree sums of norms, of AvgPoolGrad and of depthwise filters were exact
 on 16,384 terms: their rows stay, as longer sums are less exact, and depthwise filters go by
-other kernels on other cards.
+other kernels on other cards. For kernels that do not return, crash or are slow:
+`python tests/kernels/faults.py` runs each call in a process with a time limit.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,13 +61,24 @@ class OpCall:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Fault(enum.Enum):
+    """Why a low kernel is not used, as a clause whose subject is the kernel."""
+
+    ADDS_UP_LOW = "would add up {terms} values for each result in {dtype}"
+    HANGS = "does not return in {dtype}{calls}"
+    CRASHES = "crashes in {dtype}{calls}"
+    SLOW = "can take {factor:g} times as long in {dtype} as in float32{calls}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFact:
-    """A kernel that is less exact in low precision than its dtype.
+    """A kernel that is worse in low precision than its dtype: less exact, unusable or slow.
 
     Attributes:
         op: The op type.
-        low: Pairs (library, dtype) in which it adds up in the dtype of its tensors.
+        low: Pairs (library, dtype) in which it has the fault.
+        fault: What is wrong with it. Only `ADDS_UP_LOW` depends on the number of terms.
+        factor: Of a slow kernel, how many times float32's time it can take.
         terms: How many values it adds up for one result: a key of `TERMS`.
         form: Which calls of the op are meant: a key of `FORMS`.
         instead: What is exact in its place: "float32" for the op in float32, or an op type.
@@ -74,11 +88,29 @@ class KernelFact:
 
     op: str
     low: frozenset[tuple[str, str]]
+    fault: Fault = Fault.ADDS_UP_LOW
+    factor: float = 1.0
     terms: str = "reduced"
     form: str = "any"
     instead: str = "float32"
     gradient_of: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+
+    def holds_for(self, call: OpCall) -> bool:
+        """Whether the kernel has the fault in a call of the op; unknown shapes count as large."""
+        if not FORMS[self.form](call):
+            return False
+        return self.fault != Fault.ADDS_UP_LOW or TERMS[self.terms](call) > SAFE_TERMS
+
+    def text(self, dtype: str, library: str, call: OpCall | None = None) -> str:
+        """Returns what is wrong, of a call or of all calls of the row's form."""
+        terms = _UNKNOWN if call is None else TERMS[self.terms](call)
+        many = f"{round(terms)}" if terms < _UNKNOWN else "an unknown number of"
+        kernel = {GPU: "a GPU's kernel"}.get(library, f"{library}'s kernel")
+        named = _FILTERS[self.form](call) if call and self.form in _FILTERS else self.form
+        calls = "" if self.form == "any" else f" for {named}"
+        fields = {"terms": many, "dtype": dtype, "calls": calls, "factor": self.factor}
+        return f"{kernel} {self.fault.value.format(**fields)}"
 
 
 # ---- Forms and numbers of terms --------------------------------------------------------
@@ -207,7 +239,41 @@ def _outside_cudnn(call: OpCall) -> bool:
     return not (height == width and height in (1, 3, 5, 7) and multiplier == 1)
 
 
+# From this side on filters do not return; see the row of DepthwiseConv2dNative.
+_ENDLESS_SIDE = 14
+_WIDE_FILTER = f"a filter with a side of {_ENDLESS_SIDE} or more"
+
+
+def _has_wide_filter(call: OpCall) -> bool:
+    """Whether a side of the filter, the second input, is long or unknown."""
+    sides = (_input(call, 1) or (None, None))[:2]
+    return any(side is None or side >= _ENDLESS_SIDE for side in sides)
+
+
+def _filter_text(call: OpCall) -> str:
+    sides = (_input(call, 1) or (None, None))[:2]
+    if None in sides:
+        return f"{_WIDE_FILTER}, and this one's size is unknown"
+    return f"a filter of {' x '.join(map(str, sides))}"
+
+
+_GROUPS = "as many groups as channels"
+
+
+def _has_a_group_for_each_channel(call: OpCall) -> bool:
+    """Whether a Conv2D is depthwise, by its filter; False for an unknown one."""
+    image, weights = _input(call, 0), _input(call, 1)
+    if weights is None or len(weights) != 4 or weights[2] != 1:
+        return False
+    first = call.attrs.get("data_format") == "NCHW"
+    return image is None or len(image) != 4 or image[1 if first else 3] != 1
+
+
+# How texts name the calls of a form, where they do not name the form itself.
+_FILTERS: Mapping[str, Callable[[OpCall], str]] = {_WIDE_FILTER: _filter_text}
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
+    _WIDE_FILTER: _has_wide_filter,
+    _GROUPS: _has_a_group_for_each_channel,
     "any": lambda call: True,
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
@@ -379,7 +445,17 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         KernelFact(op=op, low=_in(gpu=_BF16), terms="unknown", layers=("LSTM", "GRU"))
         for op in sorted(CUDNN_RNN)
     ),
-    # Convolutions.
+    # Convolutions. Where oneDNN runs float32, Eigen's low kernels took 16 to 110 times as long with
+    # 16, 32 and 128 groups, and 2 times with 4, on an AMD EPYC with AVX2. Where it does not,
+    # float32 takes nearly as long.
+    KernelFact(
+        op="Conv2D",
+        low=_in(eigen=_BOTH),
+        fault=Fault.SLOW,
+        factor=30,
+        form=_GROUPS,
+        layers=("Conv1D", "Conv2D"),
+    ),
     KernelFact(
         op="Conv2DBackpropFilter",
         low=_in(eigen=_BOTH),
@@ -431,6 +507,20 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="pixels",
         form="outside of cuDNN's shapes",
         gradient_of=("DepthwiseConv2dNative",),
+        layers=_SEPARABLE_LAYERS,
+    ),
+    # A process of oneDNN's bfloat16 kernel was still running after 45 s, where float32 takes
+    # 30 ms: on an AMD Zen 5 with AVX512-BF16, filters of 15 x 15 and 31 x 31 on 64 x 64 pixels
+    # with 4 and 16 channels, 1 x 15 on 256 with 16, 1 x 17 on 512 with 8, 1 x 31 on 512 with 4.
+    # These returned: sides of 7 to 13; 15 x 15 on 16 x 16 pixels; sides of 17, 27 and 31 with 32,
+    # 64 and 128 channels; both gradients; float16. The row does not depend on sizes of images and
+    # numbers of channels, as their limits are those of this machine.
+    KernelFact(
+        op="DepthwiseConv2dNative",
+        low=_in(onednn=_BF16),
+        fault=Fault.HANGS,
+        form=_WIDE_FILTER,
+        gradient_of=("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"),
         layers=_SEPARABLE_LAYERS,
     ),
     *(
@@ -565,7 +655,7 @@ def facts_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> tuple[
 
 
 def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) -> KernelFact | None:
-    """The row that makes a call inexact in a low dtype; None if its result is exact.
+    """The row that keeps a call from a low dtype; None if its low kernel is as it should be.
 
     Example:
         >>> pooling = OpCall("AvgPool", attrs={"ksize": [1, 32, 32, 1]})
@@ -575,24 +665,37 @@ def fact_about(call: OpCall, dtype: str, device: str, onednn: frozenset[str]) ->
         True
     """
     return next(
-        (
-            fact
-            for fact in facts_of(call.op, dtype, device, onednn)
-            if FORMS[fact.form](call) and TERMS[fact.terms](call) > SAFE_TERMS
-        ),
+        (fact for fact in facts_of(call.op, dtype, device, onednn) if fact.holds_for(call)),
         None,
     )
 
 
 @functools.cache
 def forward_ops(device: str, onednn: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Ops whose gradients run an inexact kernel, with the dtypes in which they do."""
+    """Ops whose gradients run a kernel of the table, with the dtypes in which they do."""
     dtypes_of: dict[str, frozenset[str]] = {}
     for fact in KERNEL_FACTS:
         dtypes = {d for d in LOW_PRECISION if fact in facts_of(fact.op, d, device, onednn)}
         for op in fact.gradient_of:
             dtypes_of[op] = dtypes_of.get(op, frozenset()) | dtypes
     return dtypes_of
+
+
+def unusable_kernels(device: str, onednn: frozenset[str]) -> tuple[str, ...]:
+    """Texts of the rows of a device whose kernels do not return, crash, or are slow.
+
+    Example:
+        >>> found = unusable_kernels("cpu", frozenset({"bfloat16"}))
+        >>> [text.partition(":")[0] for text in found if "not return" in text]
+        ['DepthwiseConv2dNative']
+    """
+    return tuple(
+        f"{fact.op}: {fact.text(dtype, library)}"
+        for fact in KERNEL_FACTS
+        if fact.fault != Fault.ADDS_UP_LOW
+        for library, dtype in sorted(fact.low)
+        if library == library_of(fact.op, dtype, device, onednn)
+    )
 
 
 OPS = frozenset(fact.op for fact in KERNEL_FACTS)
