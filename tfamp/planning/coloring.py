@@ -357,9 +357,7 @@ _LINEAR = REDUCTIONS | op_types("""
 """)
 
 
-def _taken_by_gradients(
-    rules: Rules, leads_on: Callable[[int], bool], reduced: bool
-) -> list[int]:
+def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: bool) -> list[int]:
     """Slots of a graph without gradients that those of its variables would take.
 
     The gradient of a variable takes the operands of each op that is not linear, from the variable
