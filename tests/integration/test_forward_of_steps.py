@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.cases import one_of_each
 
 import tfamp
+from helpers.cases import one_of_each
 
 # Unit roundoff.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -64,8 +64,9 @@ def test_a_step_of_unchanged_weights_has_the_log_probabilities_of_predict(name, 
     loss = model.train_on_batch(x, tf.nn.log_softmax(logits).numpy())
 
     assert np.abs(logits).max() > 1
-    # In the step the last product is compared with the data: it is not rounded there.
-    assert loss <= 1.05 * ROUNDING[dtype] * np.abs(logits).max()
+    # In the step the last product is compared with the data, and neither it nor what it takes is
+    # rounded: one rounding of a logit, and those of the terms of its sum.
+    assert loss <= 1.25 * ROUNDING[dtype] * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
