@@ -228,6 +228,17 @@ def test_a_convolution_with_a_group_for_each_channel_is_slow_by_eigen(monkeypatc
     )
 
 
+@pytest.mark.parametrize(
+    ("side", "channels", "faults"), [(15, 1, Fault.HANGS), (13, 1, None), (15, 4, None)]
+)
+def test_a_convolution_with_a_group_for_each_channel_hangs_as_a_depthwise_one(
+    side, channels, faults
+):
+    call = OpCall("Conv2D", [(1, 64, 64, 16), (side, side, channels, 16)], (1, 64, 64, 16))
+    fact = fact_about(call, LOW, "cpu", ONEDNN)
+    assert (fact and fact.fault) == faults
+
+
 def test_narrow_filters_lists_of_others_and_force_low_are_as_before(monkeypatch):
     assert planned((13, 13, 4, 1)).dtype == LOW
     assert planned((15, 15, 4, 1), force_low=["^depthwise$"]).dtype == LOW
@@ -245,7 +256,7 @@ def test_only_onednns_bfloat16_is_concerned_whatever_the_number_of_terms():
     assert fact_about(call, "float16", "cpu", frozenset(["float16", LOW])) is None
     assert fact_about(call, LOW, "gpu", ONEDNN) is None
     assert unusable_kernels("gpu", ONEDNN) == ()
-    (text,) = [text for text in unusable_kernels("cpu", ONEDNN) if LOW in text]
+    text, _ = [text for text in unusable_kernels("cpu", ONEDNN) if LOW in text]
     assert text == (
         "DepthwiseConv2dNative: oneDNN's kernel does not return in bfloat16 for a filter with a "
         "side of 14 or more"

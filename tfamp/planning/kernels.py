@@ -269,9 +269,20 @@ def _has_a_group_for_each_channel(call: OpCall) -> bool:
     return image is None or len(image) != 4 or image[1 if first else 3] != 1
 
 
+_WIDE_GROUPS = f"{_WIDE_FILTER}, and {_GROUPS}"
+
+
+def _is_wide_in_each_group(call: OpCall) -> bool:
+    return _has_a_group_for_each_channel(call) and _has_wide_filter(call)
+
+
 # How texts name the calls of a form, where they do not name the form itself.
-_FILTERS: Mapping[str, Callable[[OpCall], str]] = {_WIDE_FILTER: _filter_text}
+_FILTERS: Mapping[str, Callable[[OpCall], str]] = {
+    _WIDE_FILTER: _filter_text,
+    _WIDE_GROUPS: _filter_text,
+}
 FORMS: Mapping[str, Callable[[OpCall], bool]] = {
+    _WIDE_GROUPS: _is_wide_in_each_group,
     _WIDE_FILTER: _has_wide_filter,
     _GROUPS: _has_a_group_for_each_channel,
     "any": lambda call: True,
@@ -522,6 +533,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         form=_WIDE_FILTER,
         gradient_of=("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"),
         layers=_SEPARABLE_LAYERS,
+    ),
+    # Not run: for oneDNN it is the same convolution, with the same kernel.
+    KernelFact(
+        op="Conv2D",
+        low=_in(onednn=_BF16),
+        fault=Fault.HANGS,
+        form=_WIDE_GROUPS,
+        layers=("Conv1D", "Conv2D"),
     ),
     *(
         KernelFact(
