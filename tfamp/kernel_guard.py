@@ -199,6 +199,8 @@ def _runs_in_float32(call: _Call) -> bool:
 def _gradient_is_guarded(call: _Call) -> bool:
     """Whether the gradient of a call may run low kernels of the table."""
     dtypes = kernels.forward_ops(call.device, onednn_dtypes()).get(call.op, frozenset())
+    if call.dtype == "float16" and call.op in scalings.QUOTIENTS and not tf.executing_eagerly():
+        return True  # That of the divisor divides twice: see `_is_joined`.
     if call.op in BROADCASTING and call.op not in _BY_A_SHAPE:
         # Only broadcast operands have a sum in their gradients.
         shapes = [_shape(value) for value in _flat(call.inputs)]

@@ -271,3 +271,32 @@ def test_a_scale_beside_a_product_is_low_in_bfloat16():
     plan = tfamp.rewrite(step, dtype="bfloat16", placement="lists").plan(tf.eye(4), tf.eye(4))
 
     assert {node.dtype for node in plan.nodes if node.op == "RealDiv"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["Grappler", "XLA"])
+@pytest.mark.parametrize("way", ["rewrite", "autocast", "policy"])
+def test_the_gradient_of_a_divisor_is_right(way, jit_compile):
+    """It is -h / n / n, for which XLA divides by n * n."""
+    weight = tf.Variable(tf.eye(SIZE))
+    h, n = tf.fill((SIZE, SIZE), 3e4), tf.fill((SIZE, SIZE), 1e3)
+    with tfamp.policy_scope("mixed_float16" if way == "policy" else "float32"):
+        layer = keras.layers.Lambda(lambda both: both[0] / both[1])
+
+    def quotient(h, n):
+        with tfamp.autocast("float16", enabled=way == "autocast"):
+            if way == "policy":
+                h, n = tf.cast(h, tf.float16), tf.cast(n, tf.float16)
+                return layer([h, n])
+            return (h @ weight) / (n @ weight) @ weight
+
+    def step(h, n):
+        with tf.GradientTape() as tape:
+            tape.watch(n)
+            total = tf.reduce_sum(tf.cast(quotient(h, n), tf.float32))
+        return tape.gradient(total, n)
+
+    compiled = tf.function(step, jit_compile=jit_compile)
+    if way == "rewrite":
+        compiled = tfamp.rewrite(compiled, dtype="float16", placement="lists")
+
+    assert_close(compiled(h, n), np.full((SIZE, SIZE), -0.03), "float16")

@@ -84,12 +84,13 @@ BFLOAT16_CLEAR = _CLEAR | {"ResizeBilinear", "ScatterNd", "StatelessWhile", "Whi
 
 # Sensitive to rounding or overflow. PyTorch's autocast computes their counterparts in float32,
 # but for Mean, which Grappler denies in float16: it sums first. Square is PyTorch's pow,
-# SquaredDifference its mse_loss, Xlogy and Xlog1py its kl_div.
+# SquaredDifference its mse_loss, Xlogy and Xlog1py its kl_div. The gradient of Xdivy squares
+# the divisor.
 PRECISE = op_types("""
     Acos Asin Cosh Cumprod Cumsum CumulativeLogsumexp Erfinv EuclideanNorm Exp Expm1 Inv L2Loss
     Log Log1p LogSoftmax Mean Ndtri Pow Prod Reciprocal ResizeBicubic ResizeBilinear Rsqrt
     ScaleAndTranslate Sinh Softmax SoftmaxCrossEntropyWithLogits Softplus SparseSoftmax
-    SparseSoftmaxCrossEntropyWithLogits Square SquaredDifference Sum Tan Xlog1py Xlogy
+    SparseSoftmaxCrossEntropyWithLogits Square SquaredDifference Sum Tan Xdivy Xlog1py Xlogy
 """)
 
 # Decompositions, solvers, transforms and others whose kernels, for some device at least, are

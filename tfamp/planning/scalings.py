@@ -28,8 +28,8 @@ K = TypeVar("K", bound=Hashable)
 RULE = "compilers"
 _TEXT = "compilers would join its constants or divisors with those of {}, in float16's range"
 
-_QUOTIENTS = op_types("Div DivNoNan RealDiv")
-_SCALES = _QUOTIENTS | op_types("Mul MulNoNan")
+QUOTIENTS = op_types("Div DivNoNan RealDiv")
+_SCALES = QUOTIENTS | op_types("Mul MulNoNan")
 _SHIFTS = op_types("Add AddV2 BiasAdd BiasAddV1 Sub")
 _CONVOLUTIONS = op_types("Conv2D Conv3D")
 JOINED_OPS = _SCALES | _SHIFTS | _CONVOLUTIONS
@@ -107,7 +107,7 @@ def _scales_before(flow: Dataflow[K], op: str, inputs: Sequence[K]) -> Iterator[
         for way in to_one:
             earlier = way[0]
             # a / n / m is a / (n * m), and n / (a / m) is n * m / a.
-            joins = op in _QUOTIENTS and flow.op(earlier) in _QUOTIENTS
+            joins = op in QUOTIENTS and flow.op(earlier) in QUOTIENTS
             if factors:  # c * (d * a) is (c * d) * a, and c * (a * b) may become (c * a) * b.
                 joins |= not is_mild or bool(flow.constants(flow.inputs(earlier)))
             elif is_scaled and all(scaled):  # (c * a) * (d * b) becomes (c * d) * (a * b).
