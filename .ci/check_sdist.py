@@ -1,4 +1,4 @@
-"""Checks that a source distribution, and the wheel built from it, hold the files that git would commit.
+"""Checks that a source distribution, and the wheel built from it, hold what git would commit.
 
 python .ci/check_sdist.py SDIST WHEEL, in the checkout.
 """

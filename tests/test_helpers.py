@@ -1,10 +1,14 @@
 """The helpers the other tests rely on must themselves be able to fail."""
 
+import os
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision, op_dtypes
+from helpers.limited import Child, NotDoneError
 from helpers.tolerances import assert_close, tolerance
 
 
@@ -73,3 +77,21 @@ def test_a_low_precision_graph_is_told_from_one_in_float32_and_one_without_matmu
         assert_computes_in("float16", product, x)
     with pytest.raises(AssertionError, match="no matmul or convolution in the graph"):
         assert_computes_in("float16", tf.nn.relu, low)
+
+
+def test_a_call_that_does_not_end_and_one_that_ends_the_process_are_reported():
+    with Child(time.sleep, limit=0.5) as child, pytest.raises(NotDoneError, match=r"after 0\.5 s"):
+        child.ask(60)
+    with Child(os._exit, limit=60) as child:
+        with pytest.raises(NotDoneError, match="exit code 3"):
+            child.ask(3)
+        with pytest.raises(NotDoneError, match="exit code 4"):
+            child.ask(4)
+    with Child(abs, limit=60) as child:
+        assert [child.ask(-1), child.ask(-2)] == [1, 2]
+
+
+def test_a_block_that_does_not_end_ends_its_process():
+    block = "import time, helpers.limited\nwith helpers.limited.time_limit(0.2): time.sleep(60)"
+    with Child(exec, limit=60) as child, pytest.raises(NotDoneError, match="exit code 1"):
+        child.ask(block)

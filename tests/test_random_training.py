@@ -1,17 +1,20 @@
 """Random training steps in plain TensorFlow: values and gradients as rounding alone leaves them.
 
-`python tests/test_random_training.py --hours 1` runs as many as it can and counts the faults.
+Chains of constants too, which compilers merge. `python tests/test_random_training.py --hours 1`
+runs as many as it can and counts the faults, of which a program that does not end is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import sys
+import tempfile
 import time
-import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +30,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import tfamp
-from helpers import training_programs
+from helpers import constant_chains, training_programs
 from helpers.cases import tiers
+from helpers.constant_chains import Chain, Values
+from helpers.limited import Child, NotDoneError, time_limit
 from helpers.training_programs import Around, Program, noise
 
 DTYPES = ("bfloat16", "float16")
@@ -42,6 +47,16 @@ _NEEDS_A_FUTURE = (
 _HAS_LOOPS = {"decaying", "fixed point"}
 # Seeds of programs of every kind that rounding alone does not change: those are compared.
 SEEDS = tiers((15, 20), (1, 2, 3, 4, 5, 6, 11, 12, 14, 18, 22, 58, 117))
+# Each seed that runs always found a fault, as most of the slow ones did.
+CHAIN_SEEDS = tiers(
+    [(seed, "float16") for seed in (1, 8, 11, 15)],
+    [(seed, "float16") for seed in (0, 2, 4, 5, 6, 9, 27, 31, 34)],
+    [(seed, dtype) for seed in range(40, 60) for dtype in DTYPES],
+)
+# Placements of the rewrite, which TensorFlow's optimizers then compile, XLA, and other ways.
+CHAIN_WAYS = ("lists", "min_cut", "compiled", "autocast", "autocast compiled", "frozen")
+# Seconds; the slowest programs take a tenth of it.
+TIME_LIMIT = 180
 # Each way rounds more often than once a step, and independently of the other roundings.
 _TIMES, _LEAST_EPS = 4, 8
 # Small gradients need a large scale, large ones one below 1.
@@ -162,24 +177,150 @@ def test_random_training_steps_for_an_hour(source):
     assert not compare(program).faults, program
 
 
+# ---- Chains of constants -------------------------------------------------------------------------
+
+
+def run_chain(chain: Chain, way: str, dtype: str, call: Callable) -> list[np.ndarray]:
+    """The results of a method of a chain, compiled in one of `CHAIN_WAYS`."""
+    weights = [tf.Variable(weight) for weight in chain.weights()]
+    x = tf.constant(chain.data())
+    jit = True if way.endswith("compiled") else None
+
+    def written(x):
+        results = call(x, weights)
+        return {str(number): result for number, result in enumerate(results)}
+
+    def autocast(x):
+        with tfamp.autocast(dtype):
+            return {key: tf.cast(result, tf.float32) for key, result in written(x).items()}
+
+    if way == "frozen":
+        found = _frozen(written, weights, x, dtype)
+    elif way.startswith("autocast"):
+        found = tf.function(autocast, autograph=False, jit_compile=jit)(x)
+    else:
+        function = tf.function(written, autograph=False, jit_compile=jit)
+        placement = "lists" if jit else way
+        found = tfamp.rewrite(function, dtype=dtype, placement=placement, profile="builtin")(x)
+    return [np.ravel(np.float64(found[key])) for key in sorted(found)]
+
+
+def _frozen(written: Callable, weights: list[tf.Variable], x: tf.Tensor, dtype: str) -> dict:
+    module = tf.Module()
+    module.weights = weights
+    module.call = tf.function(written, [tf.TensorSpec(x.shape, name="x")], autograph=False)
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = f"{folder}/source", f"{folder}/target"
+        tf.saved_model.save(module, source, signatures=module.call)
+        tfamp.rewrite_saved_model(source, target, dtype=dtype, freeze=True)
+        return tf.saved_model.load(target).signatures["serving_default"](x=x)
+
+
+def _error(found: np.ndarray, exact: np.ndarray) -> float:
+    with np.errstate(invalid="ignore"):
+        return float(np.linalg.norm(found - exact) / (np.linalg.norm(exact) or 1.0))
+
+
+def compare_chain(chain: Chain, ways=CHAIN_WAYS, dtypes=DTYPES) -> Comparison:
+    """Compiles a chain in each way; its gradient only where that is in range op by op."""
+    exact = constant_chains.exact(chain)
+    found, compared = [], 0
+    for dtype in dtypes:
+        least = _LEAST_EPS * float(ml_dtypes.finfo(dtype).eps)
+        by_op = Values(*map(_error, constant_chains.op_by_op(chain, dtype), exact))
+        if not by_op.output < 0.03:
+            continue
+        # Values that a gradient needs are not merged, so the output is computed without it too.
+        calls = [lambda x, weights: [chain.output(x, weights)]]
+        calls += [chain.run] if by_op.slope < 0.03 else []
+        for way, call in itertools.product(ways, calls):
+            results = run_chain(chain, way, dtype, call)
+            compared += 1
+            for name, result, right, rounding in zip(
+                Values._fields, results, exact, by_op, strict=False
+            ):
+                if not (error := _error(result, right)) <= (allowed := _TIMES * rounding + least):
+                    name += " beside its slope" * (name == "output" and len(results) == 2)
+                    found.append(f"{way}, {dtype}: {name} {error:.3%} off, allowed {allowed:.3%}")
+    return Comparison(found, compared)
+
+
+def chain_of(seed: int) -> Chain:
+    return constant_chains.draw(random.Random(seed))
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
+@pytest.mark.parametrize("name", constant_chains.KNOWN)
+def test_known_chains_are_as_exact_as_op_by_op(name):
+    with time_limit(TIME_LIMIT):
+        found = compare_chain(constant_chains.KNOWN[name], dtypes=["float16"])
+    assert found.compared
+    assert not found.faults
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
+@pytest.mark.parametrize(("seed", "dtype"), CHAIN_SEEDS)
+def test_random_chains_are_as_exact_as_op_by_op(seed, dtype):
+    chain = chain_of(seed)
+    with time_limit(TIME_LIMIT):
+        found = compare_chain(chain, dtypes=[dtype])
+    assert found.compared
+    assert not found.faults, chain
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(source=st.randoms(use_true_random=False))
+def test_random_chains_for_long(source):
+    chain = constant_chains.draw(source)
+    with time_limit(TIME_LIMIT):
+        assert not compare_chain(chain).faults, chain
+
+
+# ---- For hours -----------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """Texts of the faults of a seed's programs, whether any was compared, and their steps."""
+
+    faults: list[str]
+    compared: bool
+    kinds: list[str]
+
+
+def outcome(seed: int) -> Outcome:
+    """Compares a training step and a chain of constants."""
+    texts, compared, program, chain = [], 0, program_of(seed), chain_of(seed)
+    for made, compared_by in ((program, compare), (chain, compare_chain)):
+        try:
+            found = compared_by(made)
+            compared += found.compared
+            texts += [f"{text}; {made}" for text in found.faults]
+        except Exception as error:  # noqa: BLE001 - one that fails is a fault like others
+            texts.append(f"{type(error).__name__}: {error!s:.300}; {made}")
+    tf.keras.backend.clear_session()
+    steps = [*program.steps, *(step for part in chain.parts for step in part)]
+    return Outcome(texts, bool(compared), [kind for kind, *_ in steps])
+
+
 def search(seconds: float, first: int) -> list[str]:
     """Runs programs of increasing seeds for some time; prints faults and statistics."""
     end, kinds, found, compared = time.monotonic() + seconds, Counter(), [], 0
     seed = first
-    while time.monotonic() < end:
-        program = program_of(seed)
-        kinds.update(kind for kind, *_ in program.steps)
-        try:
-            texts, runs = compare(program)
-            compared += bool(runs)
-        except Exception as error:  # noqa: BLE001 - one that fails is a fault like others
-            texts = [f"{type(error).__name__}: {error!s:.300}"]
-        found += [f"seed {seed}: {text}; {program}" for text in texts]
-        for text in found[len(found) - len(texts) :]:
-            print(text, flush=True)
-        seed += 1
-        tf.keras.backend.clear_session()
-    counts = f"{seed - first} programs, {compared} of them compared, {len(found)} faults"
+    with Child(outcome, TIME_LIMIT) as child:
+        while time.monotonic() < end:
+            try:
+                result = child.ask(seed)
+            except NotDoneError as error:
+                result = Outcome([f"{error}; {program_of(seed)}; {chain_of(seed)}"], False, [])
+            for text in result.faults:
+                print(f"seed {seed}: {text}", flush=True)
+            found += result.faults
+            compared += result.compared
+            kinds.update(result.kinds)
+            seed += 1
+    counts = f"{seed - first} seeds, {compared} of them compared, {len(found)} faults"
     print(f"{counts}; steps: {dict(kinds)}")
     return found
 
@@ -189,5 +330,4 @@ if __name__ == "__main__":
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--first", type=int, default=1000, help="the first seed")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
     search(3600 * options.hours, options.first)
