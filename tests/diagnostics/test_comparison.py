@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import string
 
 import keras
@@ -18,6 +19,7 @@ from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 from tfamp.diagnostics import Comparison, compare
 from tfamp.diagnostics.comparison import largest_error, range_shares, relative_error, search_list
+from tfamp.diagnostics.comparison_notes import largest_inexact
 from tfamp.diagnostics.model_runs import computing_in, observing_layers, unchanged
 
 L = keras.layers
@@ -105,6 +107,7 @@ def test_a_healthy_model_has_small_errors_and_nothing_to_keep(kind, dtype, x):
     own = [row.own_error for row in found.rows if row.dtype == dtype]
     assert 0 < max(own) <= tolerance(dtype, depth=32)
     assert all(row.share_out_of_range == 0 for row in found.rows)
+    assert found.notes == ()
 
 
 def test_the_proof_is_what_the_user_gets(x):
@@ -241,6 +244,81 @@ def test_text_and_json_tell_the_same(x):
     assert facts["output_error"] == "inf"
     assert facts["rows"][0]["share_out_of_range"] == 0
     assert [row["layer"] for row in facts["rows"]] == [row.layer for row in found.rows]
+
+
+class Sines(L.Layer):
+    """Adds sines of positions, which are given as floats."""
+
+    def call(self, x, positions):
+        return x + keras.ops.sin(positions[..., None] / 10.0)
+
+
+def positioned(policy, **arguments):
+    x, positions = keras.Input((3000, 8), name="x"), keras.Input((3000,), name="positions")
+    with tfamp.policy_scope(policy):
+        y = Sines(name="sines", **arguments)(x, positions=positions)
+        y = L.Dense(4, name="head")(L.Dense(4, name="last")(y))
+    return keras.Model({"x": x, "positions": positions}, y, name="net")
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float16", "2,048"), ("bfloat16", "256")])
+def test_a_layer_that_rounds_whole_numbers_is_named_with_the_largest(dtype, exact):
+    data = {
+        "x": np.zeros((2, 3000, 8), "float32"),
+        "positions": np.tile(np.arange(3000.0, dtype="float32"), (2, 1)),
+    }
+    found = compare(positioned("float32"), data, dtype=dtype)
+    (note,) = found.notes
+    start = f"sines takes whole numbers up to 2,999 as floats and casts them to {dtype}, which"
+    assert note.startswith(f"{start} holds them exactly up to {exact}: ")
+    assert note in found.to_text()
+    assert json.loads(found.to_json())["notes"] == [note]
+    assert "up to 2,999" in found._repr_html_()
+    # With the note's advice, and for numbers that the dtype holds.
+    repaired = compare(positioned(f"mixed_{dtype}", dtype="float32"), data)
+    assert repaired.notes == ()
+    assert repaired.output_error < found.output_error / 10
+    held = {**data, "positions": np.minimum(data["positions"], float(exact.replace(",", "")))}
+    assert compare(positioned("float32"), held, dtype=dtype).notes == ()
+
+
+def test_whole_numbers_among_others_and_integers_are_not_named():
+    for values in ([300.5, 301.0], [2.0**25], [256.0, 512.0], [np.inf, 301.0], []):
+        assert largest_inexact([np.array(values, "float32")], "bfloat16") == 0.0
+    assert largest_inexact([np.array([[-301.0, 3.0]], "float32")], "bfloat16") == 301.0
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), L.Embedding(5000, 8), L.Dense(2)])
+    assert compare(model, np.full((2, 4), 4999), dtype="bfloat16").notes == ()
+
+
+class Forecast(L.Layer):
+    """Normalizes series, calls a model and undoes the normalization."""
+
+    def build(self, shape):
+        self.inner = keras.Sequential([L.Dense(32, "gelu"), L.Dense(24)])
+        self.inner.build(shape)
+
+    def call(self, x):
+        mean, variance = keras.ops.moments(x, [1], keepdims=True)
+        deviation = keras.ops.sqrt(variance + 1e-3)
+        changes = keras.ops.cast(self.inner((x - mean) / deviation), x.dtype)
+        return changes * deviation + mean
+
+
+def test_an_error_that_is_small_for_the_size_of_the_output_and_large_for_its_variation_is_named():
+    random = np.random.default_rng(0)
+    steps = np.cumsum(random.normal(size=(32, 96)), 1)
+    x = (random.uniform(100, 1000, (32, 1)) + steps).astype("float32")
+
+    def found(**arguments):
+        with tfamp.policy_scope("mixed_bfloat16"):
+            layers = [Forecast(name="forecast", **arguments), L.Activation("linear")]
+            return compare(keras.Sequential([keras.Input((96,)), *layers], name="net"), x)
+
+    (note,) = found().notes
+    assert re.match(r"output 0: the error \(root mean square\) is \d\d% of the standard dev", note)
+    assert "and 0.2% of the largest value" in note
+    assert 'net/forecast undoes a normalization, give it dtype="float32"' in note
+    assert found(dtype="float32").notes == ()
 
 
 def test_a_layer_by_itself_is_compared_and_one_that_is_an_output_is_float32(x):

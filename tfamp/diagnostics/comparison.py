@@ -24,6 +24,12 @@ from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.foreign import advice
 from tfamp.core.kinds import Layer, Nest, Tensor
 from tfamp.core.options import checked_number
+from tfamp.diagnostics.comparison_notes import (
+    hides_error,
+    largest_inexact,
+    variation_notes,
+    whole_numbers_note,
+)
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import policy_with
@@ -42,7 +48,6 @@ _MOST_RUNS = 200
 # The list to keep in float32 and the error with it; None without one.
 KeptList: TypeAlias = tuple[tuple[str, ...] | None, float | None]
 _Tensors: TypeAlias = list[np.ndarray]
-_Call: TypeAlias = Callable[[], Nest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class Comparison:
             list.
         noise: Relative error of a second run in float32: 0 unless the model is random. Errors
             below it mean nothing.
+        notes: Sentences about errors that the columns do not show: layers that round whole
+            numbers, such as positions, and outputs that hardly vary for their size.
 
     Example:
         >>> rows = [ComparisonRow(n, "Dense", "float16", e, e, 1.0, 0.0, 0.0) for n, e in
@@ -118,6 +125,7 @@ class Comparison:
     keep_float32: tuple[str, ...] | None = ()
     proved_error: float | None = None
     noise: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def worst(self) -> ComparisonRow | None:
@@ -149,6 +157,7 @@ class Comparison:
                 f"two runs in float32 differ by {_number(self.noise)}: the model is random, "
                 "and smaller errors mean nothing"
             )
+        yield from self.notes
         if self.bound is None:
             return
         bound = _number(self.bound)
@@ -251,7 +260,9 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     kept: KeptList = (), None
     if bound is not None:
         kept = search_list(subject.suspects(), subject.output_error, bound)
-    return Comparison(model.name, low, rows, error, bound, *kept, subject.noise)
+    return Comparison(
+        model.name, low, rows, error, bound, *kept, subject.noise, tuple(subject.notes())
+    )
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -280,16 +291,21 @@ class _Subject:
         }
         # By `id`, in the order in which first calls ended.
         self._layers: dict[int, _Layer] = {}
+        # The largest whole number that each layer rounds in a mixed run, by path.
+        self._inexact: dict[str, float] = {}
+        self._hiding: list[str] = []
+        self._hidden: list[str] = []
         self._is_alone = False
         with model_runs.computing_in(model, "float32"):
             self.outputs = self._run(self._compare_alone)
             self.noise = largest_error(self._run(), self.outputs)
 
-    def _compare_alone(self, layer: Layer, call: _Call) -> Nest:
+    def _compare_alone(self, layer: Layer, call: model_runs.Call) -> Nest:
         """Calls a layer, then once more in the low dtype on the same inputs."""
         value = call()
         if self._is_alone or not _has_row(layer):
             return value
+        self._check_inputs(layer, call)
         tensors = _arrays(value)
         observed = self._layers.setdefault(id(layer), _Layer(layer, []))
         observed.calls.append(tensors)
@@ -301,16 +317,33 @@ class _Subject:
                 model_runs.unchanged(layer.non_trainable_variables),
                 model_runs.with_policies(members),
             ):
-                error = largest_error(_arrays(call()), tensors)
+                alone = _arrays(call())
+                error = largest_error(alone, tensors)
+                if hides_error(alone, tensors):
+                    self._hiding.append(model_runs.layer_path(layer))
                 observed.own_error = max(observed.own_error or 0.0, error)
             self._is_alone = False
         return value
+
+    def _check_inputs(self, layer: Layer, call: model_runs.Call) -> None:
+        """Records whole numbers that a layer casts down in a mixed run."""
+        if id(layer) in self._low and layer.autocast:
+            inputs = _arrays([call.args[1:], call.keywords])
+            if largest := largest_inexact(inputs, self._dtype):
+                path = model_runs.layer_path(layer)
+                self._inexact[path] = max(largest, self._inexact.get(path, 0.0))
+
+    def notes(self) -> Iterator[str]:
+        """Yields sentences about errors that the rows do not show; call `rows` before."""
+        for path, largest in self._inexact.items():
+            yield whole_numbers_note(path, largest, self._dtype)
+        yield from self._hidden
 
     def rows(self) -> tuple[tuple[ComparisonRow, ...], float]:
         """Runs in mixed precision; returns the rows, in the order of the run, and the error."""
         mixed = defaultdict[int, list[_Tensors]](list)
 
-        def record(layer: Layer, call: _Call) -> Nest:
+        def record(layer: Layer, call: model_runs.Call) -> Nest:
             value = call()
             mixed[id(layer)].append(_arrays(value))
             return value
@@ -319,6 +352,8 @@ class _Subject:
             outputs = self._run(record)
             rows = [self._row(observed, mixed[key]) for key, observed in self._layers.items()]
         error = largest_error(outputs, self.outputs)
+        if not self.noise:
+            self._hidden = list(variation_notes(outputs, self.outputs, self._hiding))
         return tuple(row for row in rows if row is not None), error
 
     def output_error(self, kept: Collection[str]) -> float:
@@ -387,8 +422,9 @@ def _has_row(layer: Layer) -> bool:
 
 def _arrays(value: Nest) -> _Tensors:
     """Returns the float tensors in a structure; none in a trace, where they have no values."""
-    leaves = (leaf for leaf in keras.tree.flatten(value) if hasattr(leaf, "numpy"))
-    arrays = map(np.asarray, map(keras.ops.convert_to_numpy, leaves))
+    leaves = keras.tree.flatten(value)
+    known = (leaf for leaf in leaves if hasattr(leaf, "numpy") or isinstance(leaf, np.ndarray))
+    arrays = map(np.asarray, map(keras.ops.convert_to_numpy, known))
     return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
 
 

@@ -25,8 +25,10 @@ from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.model_roles import can_be_raised
 from tfamp.policy import Policy
 
+# Calls a layer, its first argument.
+Call: TypeAlias = functools.partial[Nest]
 # Takes a layer and a function that calls it; returns the result of the call.
-Around: TypeAlias = Callable[[Layer, Callable[[], Nest]], Nest]
+Around: TypeAlias = Callable[[Layer, Call], Nest]
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
 
 

@@ -7,8 +7,9 @@ All rules go by structure and none by names:
   differentiated, stored or returned is, from the last product with a weight on: a loss has
   float32's digits. Products of activations in between, as in a Gram matrix, and those of their
   gradients, are float32 too. If a loss subtracts given data from predictions, the product that
-  computes these stays float32, as the output layer does under a policy. So do sums of a loss's
-  gradient before its first product: there large numbers may cancel, as 1 - 2 * sigmoid(-2 * x).
+  computes these stays float32, as the output layer does under a policy; `probabilities` finds
+  those whose log-probabilities are subtracted from one another. So do sums of a loss's gradient
+  before its first product: there large numbers may cancel, as 1 - 2 * sigmoid(-2 * x).
 - **Updates.** In float16 what leads from the last product of a gradient to an optimizer is
   float32: divided by a loss scale it may exceed float16's range.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an
@@ -39,6 +40,7 @@ from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS, neighbours
 from tfamp.planning.ends import Ends, State
 from tfamp.planning.op_sets import DECOMPOSITIONS, STORED
+from tfamp.planning.probabilities import DIFFERENCES, Probabilities
 from tfamp.planning.structures import (
     FLOAT32,
     LOOPS,
@@ -52,6 +54,7 @@ from tfamp.planning.structures import (
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
+_SUBTRACTED = Reason("result", "its log-probabilities are compared with those of another product")
 _FROM_DATA = Reason("data", "it computes with given data, which only products round")
 _DECOMPOSED = Reason(
     "decomposition", "a decomposition or solver would multiply its rounding errors"
@@ -84,7 +87,6 @@ _SIZES = op_types("Rank Shape ShapeN Size TensorListElementShape TensorListLengt
 _CHOOSING = op_types("ArgMax ArgMin Multinomial StatelessMultinomial TopK TopKV2")
 _VARIABLES = op_types("ReadVariableOp Variable VariableV2")
 _ADDITIONS = op_types("Add AddV2 BiasAdd Sub")
-_DIFFERENCES = op_types("SquaredDifference Sub")
 _SUMS_OF_GRADIENTS = op_types("Add AddN AddV2 Sub")
 # Nodes of TensorFlow 1's loops, which change as a whole or not at all.
 _FRAMES = op_types("Enter Exit Merge NextIteration Switch")
@@ -426,27 +428,39 @@ class _Values:
             for slot in self._order
             if slot in before_losses and self._colors[slot] == "allow" and not crosses[slot]
         ]
-        compared = (
-            slot
-            for slot in on_the_way
-            if self._ops[slot] in _DIFFERENCES and not data.isdisjoint(self._sources[slot])
-        )
-        makers = reach(compared, lambda s: () if self._multiplies[s] else self._sources[s])
-        last = (
-            s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
-        )
+        compared = {
+            s: reason
+            for s, reason in self._compared(before, on_the_way, data).items()
+            if self._colors[s] == "allow" and s in before and s not in updates
+        }
         their_gradients = self._products_of_gradients(of_activations, gradients)
         kept = {
             **dict.fromkeys(self._sums_behind(before_losses, gradients), _CANCELS),
             **dict.fromkeys(their_gradients, _BEHIND_WEIGHTS),
             **dict.fromkeys(of_activations, _BEHIND_WEIGHTS),
             **dict.fromkeys(on_the_way, _ON_THE_WAY),
-            **dict.fromkeys(last, _COMPARED),
+            **compared,
         }
         # A list or a loop variable that holds low values only is as exact in low precision.
         computed = (slot for slot in kept if not self._moves(slot))
         behind = reach(computed, along(kept.__contains__, self._targets))
         return {s: reason for s, reason in kept.items() if s in behind or not self._holds(s)}
+
+    def _compared(
+        self, before: Set[int], on_the_way: Iterable[int], data: Set[int]
+    ) -> Mapping[int, Reason]:
+        """The last products before differences of predictions and data, or of predictions."""
+        with_data = (
+            slot
+            for slot in on_the_way
+            if self._ops[slot] in DIFFERENCES and not data.isdisjoint(self._sources[slot])
+        )
+        makers = reach(with_data, lambda s: () if self._multiplies[s] else self._sources[s])
+        flow = Probabilities(self._order, self._ops, self._sources, self._multiplies, self._moves)
+        return {
+            **dict.fromkeys(flow.compared_products(before), _SUBTRACTED),
+            **dict.fromkeys(makers, _COMPARED),
+        }
 
     def _sums_behind(self, before: Set[int], gradients: Collection[int]) -> Iterable[int]:
         """Sums of the gradients of losses, and what leads there, up to the first products.

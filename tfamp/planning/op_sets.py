@@ -33,6 +33,8 @@ CUDNN_RNN = op_types("""
     CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
 """)
 
+CROSS_ENTROPIES = op_types("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits")
+
 # Both dtypes.
 _ALLOW = op_types("""
     BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
