@@ -361,12 +361,17 @@ def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: 
     """Slots of a graph without gradients that those of its variables would take.
 
     The gradient of a variable takes the operands of each op that is not linear, from the variable
-    on, up to the next product: the input of a normalization, for its gain and the bias before it.
-    All of them are reduced to the shape of the variable, but those of gathered rows.
+    on, up to the next product. Here those of normalizations count, whose sums go on from layer to
+    layer: for their gains and the biases before them. All gradients of variables are reduced to
+    their shapes, but those of gathered rows.
     """
     index = rules.index
     using = index.users["resource"]
     if any(index.nodes[position].op.startswith(_WRITERS) for position in using):
+        return []
+    fixed = rules.regions.fixed.items()
+    normalized = {slot for slot, reason in fixed if reason.rule == "statistics"}
+    if not normalized:
         return []
     reads = [slot for position in using for slot in index.nodes[position].slots]
     if reduced:
@@ -385,7 +390,7 @@ def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: 
     return [
         source
         for slot in behind
-        if rules.colors[slot] in ("infer", "clear") and index.ops[slot] not in _LINEAR
+        if slot in normalized and index.ops[slot] not in _LINEAR
         for source in rules.fanin[slot]
         if source in behind and leads_on(source)
     ]
