@@ -172,12 +172,12 @@ def _update_of(
     handles += [[native(slot).handle] for slot in slots]
     if isinstance(gradient, tf.IndexedSlices):
         # Keras sums the squares of repeated rows, not only the gradients. Squares of scaled
-        # ones may overflow.
-        values = tf.cast(gradient.values, tf.float32)
+        # ones may overflow, and differences may be subnormal.
         first, second = step.factors
+        values = tf.cast(gradient.values, tf.float32) * first * second
         parts = [
             tf.math.unsorted_segment_sum(summed, gradient.indices, variable.shape[0])
-            for summed in (values, tf.square(values * first * second))
+            for summed in (values, tf.square(values))
         ]
     else:
         gradient = tf.ensure_shape(gradient, variable.shape)
@@ -218,7 +218,7 @@ class _Cell(NamedTuple):
 class _Step(NamedTuple):
     """Scalars shared by the updates of one step, in float32 except the last."""
 
-    factors: tuple[Tensor, Tensor]  # Both multiply the gradients.
+    factors: tuple[Tensor, Tensor]  # Both multiply the gradients, sparse ones before their sum.
     decay: Tensor  # The weight decay times the learning rate.
     numbers: Sequence[Tensor]  # Those of the rule, from the optimizer and its learning rate.
     chance: Chance
@@ -235,7 +235,7 @@ class _Layout(NamedTuple):
 class _Update(NamedTuple):
     """Arguments of the update of one variable."""
 
-    gradient: Sequence[Tensor]  # If it was sparse, also its squares, unscaled.
+    gradient: Sequence[Tensor]  # If it was sparse, also its squares; both are unscaled.
     decays: bool
     forms: tuple[Form, ...]  # The variable's and its slots'.
     handles: Sequence[Sequence[Handle]]  # By form, then by stored part.
@@ -661,7 +661,7 @@ def _update_value(
     if decays:
         # A weight may be infinite, as in a mask: do not multiply it by 0.
         value = tf.where(tf.equal(step.decay, 0.0), value, value - times(value, step.decay))
-    unscaled = _unscaled(times, step, gradient[0])
+    unscaled = _unscaled(times, step, gradient)
     new = key.rule.next_value(times, step.numbers, unscaled, value, *slots)
     is_parted = len(cells[0].form.dtypes) > 1
     if key.on_cpu or not is_parted:
@@ -677,19 +677,20 @@ def _update_slots(
         return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
-    unscaled = _unscaled(times, step, gradient[0])
-    squares = times(unscaled, unscaled)
-    if len(gradient) > 1:
-        squares = gradient[1]
+    unscaled = _unscaled(times, step, gradient)
+    squares = gradient[1] if len(gradient) > 1 else times(unscaled, unscaled)
     new = next_slots(times, step.numbers, unscaled, squares, *slots)
     for cell, value in zip(cells[1:], new, strict=True):
         cell.store(value, step.chance)
     return []
 
 
-def _unscaled(times: _Times, step: _Step, gradient: Tensor) -> Tensor:
+def _unscaled(times: _Times, step: _Step, gradient: Sequence[Tensor]) -> Tensor:
+    """Returns the unscaled gradient, which the sum of sparse rows is already."""
+    if len(gradient) > 1:
+        return gradient[0]
     first, second = step.factors
-    return times(widened(gradient) * first, second)
+    return times(widened(gradient[0]) * first, second)
 
 
 def _product(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
