@@ -62,7 +62,7 @@ def bare_step(layers, parts):
 
 
 def wrapped_step(built, layers, parts):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**8)
     variables = [*parts[0], *parts[1]]
     if built:
         optimizer.build(variables)
@@ -79,7 +79,7 @@ def wrapped_step(built, layers, parts):
 
 def head_step(layers, parts):
     """Unscales the gradients of the body and those of the head by themselves."""
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**8)
     variables = [*parts[0], *parts[1]]
     optimizer.build(variables)
 
@@ -97,7 +97,7 @@ def head_step(layers, parts):
 
 def two_optimizers_step(layers, parts):
     """One wrapper unscales for an optimizer of Keras too."""
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**8)
     other = keras.optimizers.SGD(0.05)
     optimizer.build(parts[0])
     other.build(parts[1])
@@ -115,7 +115,7 @@ def two_optimizers_step(layers, parts):
 
 
 def scaler_step(layers, parts):
-    scaler, optimizer = tfamp.GradScaler(), keras.optimizers.SGD(0.05)
+    scaler, optimizer = tfamp.GradScaler(2.0**8), keras.optimizers.SGD(0.05)
     variables = [*parts[0], *parts[1]]
 
     @tf.function
@@ -253,14 +253,16 @@ def test_clipping_of_the_optimizer_leaves_them(arguments, clipping):
     inner = keras.optimizers.SGD(1.0, **{clipping: 0.5})
     optimizer = tfamp.LossScaleOptimizer(inner, initial_scale=8.0, **arguments)
     optimizer.build([low, amax])
-    optimizer.apply_gradients([(tf.constant(32.0), low), (tf.constant(900.0), amax)], unscaled=False)
+    optimizer.apply_gradients(
+        [(tf.constant(32.0), low), (tf.constant(900.0), amax)], unscaled=False
+    )
     assert [float(low.numpy()), float(amax)] == [0.5, 900.0]
     assert int(optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("user", ["wrapper", "float16", "clip", "scaler", "accumulator"])
-def test_replicas_take_the_largest(user):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_replicas_take_the_largest(user, two_replicas):
+    strategy = two_replicas
     arguments = {"float16": {"aggregate_in_float16": True}, "clip": {"grad_clip": 100.0}}
     with strategy.scope():
         weight, amax = keras.Variable(1.0), keras.Variable([1.0, 1.0])
@@ -268,9 +270,7 @@ def test_replicas_take_the_largest(user):
         inner = keras.optimizers.SGD(1.0)
         inner.build([weight, amax])
         scaler = tfamp.GradScaler(8.0)
-        optimizer = tfamp.LossScaleOptimizer(
-            inner, initial_scale=8.0, **arguments.get(user, {})
-        )
+        optimizer = tfamp.LossScaleOptimizer(inner, initial_scale=8.0, **arguments.get(user, {}))
         optimizer.build([weight, amax])
         accumulator = tfamp.GradientAccumulator(optimizer, steps=1)
     optimizer.get_scaled_loss(1.0)
