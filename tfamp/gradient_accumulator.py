@@ -36,6 +36,8 @@ class GradientAccumulator(tf.Module):
     of variables that had no gradient when that one was traced for the next window: give zeros
     in place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take
     as much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
+    "Gradients" of variables with `overwrite_with_gradient`, as in Keras's float8 layers, are
+    their next values: the update takes the largest of the window.
 
     Source: `no_sync` and division by the number of micro-batches in PyTorch.
 
@@ -172,7 +174,10 @@ class GradientAccumulator(tf.Module):
             if gradient is None:
                 continue
             self._window.had_gradient.add(index)
-            if isinstance(gradient, tf.IndexedSlices):
+            if gradient_lib.is_next_value(variables[index]):
+                value = tf.cast(gradient, total.dtype)
+                total.assign(tf.where(self._count > 0, tf.maximum(total, value), value))
+            elif isinstance(gradient, tf.IndexedSlices):
                 # Variables with a value per replica have no scatter_add.
                 tf.raw_ops.ResourceScatterAdd(
                     resource=total.handle,
@@ -192,24 +197,31 @@ class GradientAccumulator(tf.Module):
     def _apply_mean(self) -> None:
         count, had_gradient = tf.convert_to_tensor(self._count), self._window.had_gradient
 
-        def mean(total: tf.Variable) -> Tensor:
-            return tf.convert_to_tensor(total) / tf.cast(count, total.dtype)
+        variables = self._window.variables
+
+        def mean(index: int, total: tf.Variable) -> Tensor:
+            is_largest = gradient_lib.is_next_value(variables[index])
+            value = tf.convert_to_tensor(total)
+            return value if is_largest else value / tf.cast(count, total.dtype)
 
         sums = enumerate(self._sums)
-        means = [mean(total) if index in had_gradient else None for index, total in sums]
-        self._optimizer.apply(means, self._window.variables, unscaled=True)
+        means = [mean(index, total) if index in had_gradient else None for index, total in sums]
+        self._optimizer.apply(means, variables, unscaled=True)
         for index in had_gradient:
             self._sums[index].assign(tf.zeros_like(self._sums[index]))
         self._count.assign(0)
 
 
 def _zeros_like(variable: Variable) -> tf.Variable:
+    # One sum per replica; saved as their total, but for the largest next values.
+    saved = tf.VariableAggregation.SUM
+    if gradient_lib.is_next_value(variable):
+        saved = tf.VariableAggregation.ONLY_FIRST_REPLICA
     wide = "float64" if gradient_lib.dtype_name(variable) == "float64" else "float32"
     return tf.Variable(
         tf.zeros(variable.shape, wide),
         trainable=False,
-        # One sum per replica; saved as their total.
         synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
+        aggregation=saved,
         name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",
     )

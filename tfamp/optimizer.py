@@ -32,7 +32,7 @@ from tfamp.interop.keras_saving import (
 )
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling, skipped_steps
+from tfamp.training import next_values, scaling, skipped_steps
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
 from tfamp.training.scaling_warnings import ScalingWarnings
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
@@ -159,6 +159,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
             skipped_steps.watch(self)
+            next_values.watch_tapes(self)
 
     def _create_variables(self) -> None:
         """Creates the state variables; checkpoints find them by the names of the attributes."""
@@ -294,8 +295,13 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         return scaled
 
     @as_written
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(
+        self, grads: Iterable[Any], *, variables: Iterable[Any] | None = None
+    ) -> list[Any]:
         """Divides gradients of a scaled loss by the current scale.
+
+        "Gradients" of variables with `overwrite_with_gradient`, as in Keras's float8 layers,
+        are their next values and stay as they are.
 
         The gradients are checked here and the result is stored until the next apply, so that
         changing them in between, by clipping for example, cannot hide an overflow. May be
@@ -303,13 +309,15 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
         Args:
             grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
+            variables: Their variables, in the same order. Needed for float8 layers only, and
+                only for other gradients than results of `tape.gradient` in this function.
 
         Returns:
             The unscaled gradients, in the same order.
 
         Raises:
             TypeError: `grads` is not a list or tuple of gradients.
-            ValueError: One of them has been unscaled already.
+            ValueError: One of them has been unscaled already, or does not fit its variable.
 
         Example:
             >>> import keras, tensorflow as tf, tfamp
@@ -320,7 +328,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         grads = gradient_lib.listed(grads, "get_unscaled_gradients")
         if self._divides:
             self.scaling_warnings.before_unscaling()
-        return self.gradient_record.unscale(self, grads)
+        return self.gradient_record.unscale(self, grads, variables)
 
     # ---- Applying ----------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
 from tfamp.training.gradients import outside_the_graph
+from tfamp.training.next_values import watch_tapes
 from tfamp.training.scaling import GradientRecord, Mark
 from tfamp.training.weights import PlainWeights, apply_if_finite
 
@@ -114,6 +115,7 @@ class GradScaler(tf.Module):
         interval = options.checked_count("growth_interval", growth_interval)
         self._growth_interval = _variable("int64", interval)
         self._iteration = _Iteration(self._scale)
+        watch_tapes(self)
 
     @as_written
     def scale(self, outputs: Any) -> Any:
@@ -134,8 +136,17 @@ class GradScaler(tf.Module):
         return tf.nest.map_structure(lambda loss: scaling.scaled_loss(loss, scale), outputs)
 
     @as_written
-    def unscale(self, optimizer: keras.optimizers.Optimizer, grads: Iterable[Any]) -> list[Any]:
+    def unscale(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Iterable[Any],
+        *,
+        variables: Iterable[Any] | None = None,
+    ) -> list[Any]:
         """Divides an optimizer's gradients by the current scale.
+
+        "Gradients" of variables with `overwrite_with_gradient`, as in Keras's float8 layers,
+        are their next values and stay as they are.
 
         Optional: without it `step` unscales. The gradients are checked here and the result is
         stored until `update`, so that clipping cannot hide an overflow.
@@ -143,6 +154,8 @@ class GradScaler(tf.Module):
         Args:
             optimizer: The optimizer of the gradients.
             grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
+            variables: Their variables, in the same order. Needed for float8 layers only, and
+                only for other gradients than results of `tape.gradient` in this function.
 
         Returns:
             The unscaled gradients in the same order, float32 or float64.
@@ -150,14 +163,15 @@ class GradScaler(tf.Module):
         Raises:
             RuntimeError: The optimizer has been unscaled or stepped since the last `update`.
             TypeError: `optimizer` is not a Keras optimizer, or `grads` not a list of gradients.
-            ValueError: The optimizer scales losses itself.
+            ValueError: The optimizer scales losses itself, or a gradient does not fit its
+                variable.
         """
         grads = gradient_lib.listed(grads, "unscale")
         if not self._enabled:
             return grads
         scaling.check_scales_no_loss(optimizer, "GradScaler")
         record = self._iteration.record_for("unscale", optimizer)
-        unscaled = record.unscale(optimizer, grads, everywhere=True)
+        unscaled = record.unscale(optimizer, grads, variables, everywhere=True)
         self._iteration.note(record.all_finite)
         return unscaled
 
@@ -201,6 +215,7 @@ class GradScaler(tf.Module):
         # An overflow that unscale found, perhaps in another function, may have been
         # clipped since.
         finite = gradients.all_finite_everywhere(record.all_finite)
+        gradients = gradients.with_largest_next_values()
         record.stepped.set()
         self._iteration.note(finite)
         apply_if_finite(PlainWeights(optimizer), gradients, finite)

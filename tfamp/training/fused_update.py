@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfamp.core.kinds import DType, Function, Handle, Nest, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
-from tfamp.interop.tf_private import device_kind_of, xla_works
+from tfamp.interop.tf_private import device_kind_of, is_compiled_by_xla, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
@@ -113,14 +113,15 @@ def _update_in_one_pass(
         turns: Counter[int] = Counter()
         updates: dict[tuple[str, bool, int], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
-            update = _update_of(optimizer, rule, gradient, variable)
+            update = _update_of(optimizer, rule, step, gradient, variable)
             place = native(variable).device, _is_low(variable), turns[update.number]
             turns[update.number] += 1
             updates[place].append(update)
         for (device, low, _), of_place in updates.items():
             with tf.device(device):
                 if rule.run is not None and not low:
-                    rule.run(optimizer, step, of_place)
+                    shifted = None if gradients.divisor is None else step.factors[0]
+                    rule.run(optimizer, step, _shifted(of_place, shifted, device))
                     continue
                 for group in _grouped(of_place, device):
                     _run_compiled(rule, step, group, device)
@@ -137,7 +138,8 @@ def _step_of(optimizer: Optimizer, rule: _Rule, divisor: Tensor, chance: Chance)
     divisor = _number(1.0 if divisor is None else divisor)
     if rule.run is not None:
         # SGD uses the gradient only times the rate: divide that scalar.
-        rate, divisor = rate / divisor, _number(1.0)
+        first, rate = _shift_and_rate(rate, divisor)
+        return _Step((first, _number(1.0)), decay, rule.numbers(optimizer, rate), chance)
     # Multiplying by the inverse is faster than dividing, and exact for powers of two. The
     # inverse of the largest ones is subnormal, hence two factors.
     first = tf.where(divisor > 2.0**64, _number(2.0**-64), 1.0)
@@ -145,7 +147,22 @@ def _step_of(optimizer: Optimizer, rule: _Rule, divisor: Tensor, chance: Chance)
     return _Step(factors, decay, rule.numbers(optimizer, rate), chance)
 
 
-def _update_of(optimizer: Optimizer, rule: _Rule, gradient: Tensor, variable: Variable) -> _Update:
+def _shift_and_rate(rate: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a power of two for the gradients, and the rate for gradients times it.
+
+    Divided by a large scale, a rate is subnormal, which kernels flush to zero; by a small one it
+    is infinite. Where it comes near either, 2**64 moves from the rate to the gradients or back.
+    Otherwise the power is 1.
+    """
+    scaled = rate / divisor
+    first = tf.where(scaled < 2.0**-64, _number(2.0**-64), 1.0)
+    first = tf.where(scaled > 2.0**64, _number(2.0**64), first)
+    return first, (rate / first) / divisor
+
+
+def _update_of(
+    optimizer: Optimizer, rule: _Rule, step: _Step, gradient: Tensor, variable: Variable
+) -> _Update:
     target, index = native(variable), keras_hooks.index_of(optimizer, variable)
     slots = rule.slots(optimizer, index)
     low = _is_low(target)
@@ -154,8 +171,10 @@ def _update_of(optimizer: Optimizer, rule: _Rule, gradient: Tensor, variable: Va
     handles = [target.handles if low else [target.handle]]
     handles += [[native(slot).handle] for slot in slots]
     if isinstance(gradient, tf.IndexedSlices):
-        # Keras sums the squares of repeated rows, not only the gradients.
-        values = tf.cast(gradient.values, tf.float32)
+        # Keras sums the squares of repeated rows, not only the gradients. Squares of scaled
+        # ones may overflow, and differences may be subnormal.
+        first, second = step.factors
+        values = tf.cast(gradient.values, tf.float32) * first * second
         parts = [
             tf.math.unsorted_segment_sum(summed, gradient.indices, variable.shape[0])
             for summed in (values, tf.square(values))
@@ -199,7 +218,7 @@ class _Cell(NamedTuple):
 class _Step(NamedTuple):
     """Scalars shared by the updates of one step, in float32 except the last."""
 
-    factors: tuple[Tensor, Tensor]  # Both multiply the gradients.
+    factors: tuple[Tensor, Tensor]  # Both multiply the gradients, sparse ones before their sum.
     decay: Tensor  # The weight decay times the learning rate.
     numbers: Sequence[Tensor]  # Those of the rule, from the optimizer and its learning rate.
     chance: Chance
@@ -216,7 +235,7 @@ class _Layout(NamedTuple):
 class _Update(NamedTuple):
     """Arguments of the update of one variable."""
 
-    gradient: Sequence[Tensor]  # If it was sparse, also its squares.
+    gradient: Sequence[Tensor]  # If it was sparse, also its squares; both are unscaled.
     decays: bool
     forms: tuple[Form, ...]  # The variable's and its slots'.
     handles: Sequence[Sequence[Handle]]  # By form, then by stored part.
@@ -243,6 +262,27 @@ class _Update(NamedTuple):
         stored = [dtype for form in self.forms for dtype in form.dtypes]
         sizes = [tf.as_dtype(dtype).size for dtype in (self.gradient[0].dtype, *stored)]
         return int(self.gradient[0].shape.num_elements()) * (sum(sizes) + 4 * self.is_parted)
+
+
+def _shifted(updates: list[_Update], factor: Tensor, device: str) -> list[_Update]:
+    """Updates with their gradients times a factor, 1 but for extreme scales; None is 1.
+
+    A CPU tests the factor, which saves a pass over the gradients. Elsewhere the host would wait
+    for the test, and XLA makes the product a part of the update.
+    """
+    gradients = [update.gradient[0] for update in updates]
+    if factor is None:
+        return updates
+
+    def products() -> list[Tensor]:
+        return [gradient * factor for gradient in gradients]
+
+    if device_kind_of(device) == "cpu" and not is_compiled_by_xla():
+        gradients = tf.cond(tf.equal(factor, 1.0), lambda: gradients, products)
+    else:
+        gradients = products()
+    pairs = zip(updates, keras.tree.flatten(gradients), strict=True)
+    return [update._replace(gradient=[gradient]) for update, gradient in pairs]
 
 
 def _sgd(optimizer: Optimizer, step: _Step, updates: list[_Update]) -> None:
@@ -621,7 +661,7 @@ def _update_value(
     if decays:
         # A weight may be infinite, as in a mask: do not multiply it by 0.
         value = tf.where(tf.equal(step.decay, 0.0), value, value - times(value, step.decay))
-    unscaled = _unscaled(times, step, gradient[0])
+    unscaled = _unscaled(times, step, gradient)
     new = key.rule.next_value(times, step.numbers, unscaled, value, *slots)
     is_parted = len(cells[0].form.dtypes) > 1
     if key.on_cpu or not is_parted:
@@ -637,19 +677,20 @@ def _update_slots(
         return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
-    unscaled = _unscaled(times, step, gradient[0])
-    squares = times(unscaled, unscaled)
-    if len(gradient) > 1:  # Scaled twice.
-        squares = _unscaled(times, step, _unscaled(times, step, gradient[1]))
+    unscaled = _unscaled(times, step, gradient)
+    squares = gradient[1] if len(gradient) > 1 else times(unscaled, unscaled)
     new = next_slots(times, step.numbers, unscaled, squares, *slots)
     for cell, value in zip(cells[1:], new, strict=True):
         cell.store(value, step.chance)
     return []
 
 
-def _unscaled(times: _Times, step: _Step, gradient: Tensor) -> Tensor:
+def _unscaled(times: _Times, step: _Step, gradient: Sequence[Tensor]) -> Tensor:
+    """Returns the unscaled gradient, which the sum of sparse rows is already."""
+    if len(gradient) > 1:
+        return gradient[0]
     first, second = step.factors
-    return times(widened(gradient) * first, second)
+    return times(widened(gradient[0]) * first, second)
 
 
 def _product(step: Tensor, left: Tensor, right: Tensor) -> Tensor:

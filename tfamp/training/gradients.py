@@ -93,7 +93,10 @@ class Gradients:
     def clipped_by(self, optimizer: Optimizer) -> Gradients:
         """The unscaled gradients, clipped by the clipping options of a Keras optimizer."""
         unscaled = self.unscaled()
-        return replace(unscaled, values=keras_hooks.clipped(optimizer, unscaled.values))
+        chosen = [not is_next_value(variable) for variable in self.variables]
+        clipped = iter(keras_hooks.clipped(optimizer, unscaled.split(chosen)[0].values))
+        pairs = zip(unscaled.values, chosen, strict=True)
+        return replace(unscaled, values=[next(clipped) if c else g for g, c in pairs])
 
     def split(self, chosen: Sequence[bool]) -> tuple[Gradients, Gradients]:
         """The chosen gradients, and the others."""
@@ -116,6 +119,26 @@ class Gradients:
         unscaled = self.unscaled()
         sums = _all_reduced(unscaled.pairs())
         return replace(unscaled, values=sums, checked=None, summed=True)
+
+    def with_largest_next_values(self) -> Gradients:
+        """The gradients, with the largest next value of all replicas for every next value.
+
+        Strategies sum only: the replicas' values are summed in rows of their own.
+        """
+        chosen = [is_next_value(v) and g is not None for g, v in self.pairs()]
+        if not any(chosen) or not several_replicas():
+            return self
+        replica = tf.distribute.get_replica_context()
+        own = tf.one_hot(replica.replica_id_in_sync_group, replica.num_replicas_in_sync) > 0.0
+
+        def row(value: Tensor) -> Tensor:
+            place = tf.reshape(own, [-1] + [1] * len(value.shape))
+            return tf.where(place, value[None], tf.zeros((), value.dtype))
+
+        rows = all_reduce_sum([row(value) for value in self.split(chosen)[0].values])
+        largest = iter([tf.reduce_max(each, 0) for each in rows])
+        pairs = zip(self.values, chosen, strict=True)
+        return replace(self, values=[next(largest) if c else g for g, c in pairs])
 
     def summed_in_float16(self, loss_scale: Tensor) -> Gradients:
         """The sums over the replicas, all-reduced as float16 at the loss scale: their divisor.
@@ -170,6 +193,7 @@ def summed_checked_clipped(
     elif clip is not None:
         gradients = gradients.summed_over_replicas()
     finite = gradients.all_finite_everywhere(finite)
+    gradients = gradients.with_largest_next_values()
     if clip is None:
         return gradients, finite, None
     gradients, norm = gradients.clipped(clip)

@@ -22,6 +22,7 @@ from tfamp.core.kinds import Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import LossScale, LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, built_for
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
+from tfamp.training.next_values import KeptValues, targets_of
 
 
 def check_scales_no_loss(optimizer: Optimizer, user: str) -> None:
@@ -158,11 +159,16 @@ class GradientRecord:
         return self._calls.current().read_after_scaling
 
     def unscale(
-        self, optimizer: Optimizer, gradients: list[Tensor], everywhere: bool = False
+        self,
+        optimizer: Optimizer,
+        gradients: list[Tensor],
+        variables: Iterable[Variable] | None = None,
+        everywhere: bool = False,
     ) -> list[Tensor]:
         """Unscales gradients for an optimizer, once; checks them and records both.
 
-        `everywhere` makes the replicas agree on the check now instead of in their step.
+        `variables` are those of the gradients, None if they are not known. `everywhere` makes
+        the replicas agree on the check now instead of in their step.
         """
         calls, tensors = self._calls.current(), _tensors(gradients)
         if any(key in calls.tensors for key in tensors):
@@ -171,14 +177,14 @@ class GradientRecord:
                 "them again would divide by the loss scale twice. Call get_unscaled_gradients "
                 "once on the gradients of each backward pass, then apply_gradients."
             )
-        variables = built_for(optimizer)
-        # The optimizer's variables match the gradients only if there are as many.
-        targets = variables if len(variables) == len(gradients) else [None] * len(gradients)
+        given = None if variables is None else list(variables)
+        targets = targets_of(gradients, built_for(optimizer), given)
         unscaled = Gradients(gradients, targets, as_tensor(self._scale)).unscaled().values
         finite = Gradients.of_any(unscaled).all_finite()
         self.nonfinite.set(ops.logical_not(on_every_replica(finite) if everywhere else finite))
         self.unscaled.set()
         calls.last = "unscale"
+        calls.kept.add(gradients, targets)
         calls.results.update(_tensors(unscaled))
         calls.tensors.update(tensors | _tensors(unscaled))
         return unscaled
@@ -196,6 +202,8 @@ class GradientRecord:
             known = self._known_of(gradients, calls)
         else:
             known = _Known.UNSCALED if unscaled else _Known.SCALED
+        divided = calls.results
+        gradients = calls.kept.put_back(gradients, targets, lambda each: id(each) in divided)
         # The range of the variable's dtype was unknown when they were unscaled.
         low = [dtype_name(target) in LOW_PRECISION for target in targets]
         checked = [
@@ -271,6 +279,7 @@ class _Calls:
     # Weak references, as a record must not keep a step's gradients alive.
     tensors: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=_WEAK)
     results: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=_WEAK)
+    kept: KeptValues = field(default_factory=KeptValues)
 
 
 def _tensors(gradients: Iterable[Tensor]) -> dict[int, Tensor]:
