@@ -706,7 +706,7 @@ def unusable_kernels(device: str, onednn: frozenset[str]) -> tuple[str, ...]:
     Example:
         >>> found = unusable_kernels("cpu", frozenset({"bfloat16"}))
         >>> [text.partition(":")[0] for text in found if "not return" in text]
-        ['DepthwiseConv2dNative']
+        ['DepthwiseConv2dNative', 'Conv2D']
     """
     return tuple(
         f"{fact.op}: {fact.text(dtype, library)}"
