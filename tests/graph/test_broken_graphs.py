@@ -6,6 +6,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.graph import inlining
 from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.interop import tf_private
 
 FLOAT = tf.float32.as_datatype_enum
 
@@ -177,3 +178,27 @@ def test_a_node_of_a_loop_that_feeds_itself(written):
     result = rewrite_graph_def(graph, names, dtype="bfloat16", device="cpu")
     assert "bfloat16" in {node.dtype for node in result.plan.nodes}
     assert graph.SerializeToString(deterministic=True) == before
+
+
+def test_an_op_whose_library_is_loaded_after_an_error_is_known(monkeypatch):
+    graph_def = tf.compat.v1.GraphDef()
+    graph_def.node.add(name="x", op="Placeholder").attr["dtype"].type = 1
+    node = graph_def.node.add(name="late", op="TfampLoadedLate", input=["x"])
+    node.attr["T"].type = 1
+    load = "'late' .*does not know this op; load its library"
+    with pytest.raises(tfamp.RewriteError, match=load):
+        rewrite_graph_def(graph_def, ["late:0"], dtype="bfloat16")
+
+    definition = type(tf_private.op_definition("Relu"))()
+    definition.CopyFrom(tf_private.op_definition("Relu"))
+    definition.name = "TfampLoadedLate"
+    before = tf_private.op_definition
+
+    def loaded(name):
+        return definition if name == definition.name else before(name)
+
+    monkeypatch.setattr(tf_private, "op_definition", loaded)
+    with pytest.warns(tfamp.NothingConvertedWarning):
+        plan = rewrite_graph_def(graph_def, ["late:0"], dtype="bfloat16").plan
+
+    assert [node.name for node in plan.nodes] == ["x", "late"]

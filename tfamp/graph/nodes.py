@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,7 +67,7 @@ def named_functions(node: NodeDef) -> Iterator[tuple[str, Any]]:
             yield attr, called
 
 
-@functools.cache
+@tf_private.cache_of_ops
 def may_name_functions(op: str) -> bool:
     """Whether nodes of an op type may have attributes that hold names of functions.
 

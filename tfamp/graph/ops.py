@@ -6,7 +6,6 @@ function may be called by its name, like an op.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -92,7 +91,7 @@ def signature(definition: Any) -> OpSignature:
     )
 
 
-@functools.cache
+@tf_private.cache_of_ops
 def registered_signature(op: str) -> OpSignature | None:
     """Returns the signature of an op type, or of its successor; None of an unknown one."""
     definition = tf_private.op_definition(SUCCESSORS.get(op, op))

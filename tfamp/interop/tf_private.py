@@ -79,6 +79,24 @@ def op_definition(name: str) -> _OpDef | None:
     return private("framework.op_def_registry:get")(name)
 
 
+def cache_of_ops(function: _Method) -> _Method:
+    """Caches a function of an op type, but for ops that are unknown: their library may be loaded.
+
+    The function's first argument is the op type.
+    """
+    kept = functools.cache(function)
+    known: set[str] = set()
+
+    @functools.wraps(function)
+    def call(op: str, *args: Any) -> Any:
+        if op in known or op_definition(op) is not None:
+            known.add(op)
+            return kept(op, *args)
+        return function(op, *args)
+
+    return cast("_Method", call)
+
+
 def known_ops() -> frozenset[str]:
     """Returns the names of all registered op types; takes tens of ms.
 
@@ -201,7 +219,7 @@ _REAL_PART_OF = {"Treal": "T"}
 _WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
 
 
-@functools.cache
+@cache_of_ops
 def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
     """The inputs of an op type, in order; none for an unknown op.
 
@@ -236,7 +254,7 @@ def _default_dtype(definition: _OpDef, type_attr: str) -> DType | None:
     return tf.as_dtype(number) if number else None
 
 
-@functools.cache
+@cache_of_ops
 def attr_kinds(op: str) -> dict[str, str]:
     """The kinds of the attributes of an op type, such as "float" or "type", by name."""
     return {attr.name: attr.type for attr in _definition(op).attr}
@@ -335,7 +353,7 @@ class Kernel(NamedTuple):
     dtypes: dict[str, frozenset[str]]  # Restricted type attribute -> accepted dtypes.
 
 
-@functools.cache
+@cache_of_ops
 def kernels(op: str) -> tuple[Kernel, ...]:
     """Returns the kernels of an op type, also for devices that this machine does not have.
 
@@ -355,7 +373,7 @@ def kernels(op: str) -> tuple[Kernel, ...]:
     )
 
 
-@functools.cache
+@cache_of_ops
 def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
     """Whether a device kind has a kernel for an op with these type attributes and their dtypes.
 
