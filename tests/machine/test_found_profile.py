@@ -220,3 +220,14 @@ def test_the_report_and_doctor_show_the_profile(folder, measured, capsys):
     fields = {name: value for name, value in facts.items() if name != "source"}
     assert type(SLOW).from_json(json.dumps(fields)) == SLOW
     assert len(measured) == 1
+
+
+def test_one_thread_of_the_environment_is_another_machine(folder, measured, monkeypatch):
+    # The program sets none: then TensorFlow reads the environment.
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
+    first = hardware.find_profile().source
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
+    another_process()
+
+    assert hardware.find_profile().source != first
+    assert len(list(folder.rglob("machine-*.json"))) == 2

@@ -350,13 +350,21 @@ def machine_facts() -> dict[str, str]:
         "cpu": hardware.cpu_model,
         "cpu native": f"bfloat16 {hardware.cpu_bfloat16}, float16 {hardware.cpu_float16}",
         "cores": str(cores),
-        "threads": str(tf.config.threading.get_intra_op_parallelism_threads()),
+        "threads": _threads_set(),
         "gpus": ", ".join(gpu.name for gpu in hardware.gpus),
     }
     if hardware.gpus:
         facts["tf32"] = str(_multiplies_in_tf32())
     settings = sorted(name for name in os.environ if _LIBRARY_SETTINGS.match(name))
     return facts | {name: os.environ[name] for name in settings}
+
+
+def _threads_set() -> str:
+    """The number of threads of an op as the program or the environment sets it; "0" if unset."""
+    import tensorflow as tf
+
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    return str(threads or os.environ.get("TF_NUM_INTRAOP_THREADS", "").strip() or 0)
 
 
 def cache_folder() -> Path:
