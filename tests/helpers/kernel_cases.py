@@ -280,6 +280,14 @@ RAW_CASES: tuple[KernelCase, ...] = (
         name="of 32 groups",
     ),
     _raw(
+        "Conv2D",
+        lambda x, f: R.Conv2D(input=x, filter=f, **_UNIT),
+        positive(1, 16, 16, 4),
+        positive(15, 15, 1, 4),
+        name="wide, of 4 groups",
+        crashes_onednn=True,
+    ),
+    _raw(
         "Conv2DBackpropInput",
         lambda f, d: R.Conv2DBackpropInput(
             input_sizes=[1, 7, 7, 1], filter=f, out_backprop=d, **_UNIT

@@ -60,7 +60,7 @@ def targets_of(
 
 def _checked(gradients: Sequence[Tensor], variables: _Targets) -> _Targets:
     if len(variables) != len(gradients) or not all(map(_fits, gradients, variables)):
-        shapes = [None if gradient is None else tuple(gradient.shape) for gradient in gradients]
+        shapes = [None if each is None else tuple(getattr(each, "shape", ())) for each in gradients]
         raise ValueError(
             f"variables has {len(variables)} variables for {len(gradients)} gradients of shapes "
             f"{shapes}. Give the variable of each gradient, in the same order."
@@ -74,7 +74,8 @@ def _source(gradient: Tensor) -> Variable:
 
 
 def _fits(gradient: Tensor, variable: Variable) -> bool:
-    return gradient is None or tf.TensorShape(gradient.shape).is_compatible_with(variable.shape)
+    shape = tf.TensorShape(getattr(gradient, "shape", ()))  # A number has none.
+    return gradient is None or shape.is_compatible_with(variable.shape)
 
 
 class KeptValues:
