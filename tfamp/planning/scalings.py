@@ -110,8 +110,8 @@ def _scales_before(flow: Dataflow[K], op: str, inputs: Sequence[K]) -> Iterator[
             joins = op in QUOTIENTS and flow.op(earlier) in QUOTIENTS
             if factors:  # c * (d * a) is (c * d) * a, and c * (a * b) may become (c * a) * b.
                 joins |= not is_mild or bool(flow.constants(flow.inputs(earlier)))
-            elif is_scaled and all(scaled):  # (c * a) * (d * b) becomes (c * d) * (a * b).
-                joins = True
+            elif is_scaled:  # (c * a) * (d * b) becomes (c * d) * (a * b); a square stays one.
+                joins |= len(scaled) > 1 and all(scaled)
             if joins:
                 yield way
     if factors and not is_mild:  # A scale of what a convolution gives is moved to its filter.
@@ -171,7 +171,7 @@ def joined_nodes(index: GraphIndex, dtype: str) -> dict[int, Reason]:
     def behind(node: int) -> Iterator[int]:
         return (user for user in consumers[node] if index.nodes[user].op in _BEHIND)
 
-    for position in index.users[FLOAT32]:
+    for position in sorted(index.users[FLOAT32]):
         node = index.nodes[position]
         if node.op not in JOINED_OPS or flow.is_known(position):
             continue
