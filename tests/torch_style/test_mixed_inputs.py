@@ -19,6 +19,7 @@ from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
 from tfamp.machine.hardware import onednn_dtypes
 from tfamp.planning import kernels
+from tfamp.planning.kernels import OpCall
 
 DTYPES = ("float16", "bfloat16")
 RAW = tf.raw_ops
@@ -130,8 +131,8 @@ def test_every_op_that_takes_several_tensors_of_one_dtype_takes_mixed_ones():
                     continue
                 shared = shared_float_attrs(tf_private.op_definition(op))
                 found = {node.get_attr(name).name for name in shared}
-                guarded = kernels.facts_of(op, low, "cpu", onednn_dtypes())
-                is_low = op in low_lists[low] and not guarded
+                fact = kernels.fact_about(OpCall(op), low, "cpu", onednn_dtypes())
+                is_low = op in low_lists[low] and fact is None
                 assert found == {low if is_low else "float32"}, op
     assert not refused
     assert walked > 200
