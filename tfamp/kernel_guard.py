@@ -384,7 +384,19 @@ def function_context(original: Method, *args: Any, **kwargs: Any) -> Any:
     return type(key)(context, key.scope_type)
 
 
+_LOST = (
+    "{} of low-precision ops whose kernels add up in low precision are less exact than this tfamp "
+    "promises."
+)
 hooks = Patch(
+    # Without them an op runs as TensorFlow runs it.
+    optional={
+        "eager_op": _LOST.format("results"),
+        "graph_op": _LOST.format("results in graphs"),
+        "custom_gradient": _LOST.format("custom gradients"),
+        "record_gradient": _LOST.format("gradients in graphs"),
+        "function_context": _LOST.format("functions that were traced elsewhere before: results"),
+    },
     eager_op=eager_op,
     graph_op=graph_op,
     custom_gradient=custom_gradient,

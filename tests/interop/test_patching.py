@@ -1,8 +1,10 @@
 """Patches of symbols and of objects: nothing of others' is lost and nothing of ours stays."""
 
 import functools
+import gc
 import inspect
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -149,7 +151,92 @@ def test_a_patch_of_one_thread_counts_there_and_two_end_in_any_order():
     assert seen == {0: 2, 1: 20}
 
 
+def layers_of_wrappers():
+    count, function = 0, Thing.compute
+    while hasattr(function, "__wrapped__"):
+        count, function = count + 1, function.__wrapped__
+    return count
+
+
+def test_patches_that_end_in_another_order_leave_no_wrapper_behind():
+    ours = [Patch(compute=plus(1)), Patch(compute=plus(10)), Patch(compute=plus(100))]
+    for patch in ours:
+        patch.acquire()
+    for turn in range(300):
+        first = ours[turn % 3]
+        first.release()
+        assert layers_of_wrappers() == 2
+        assert Thing().compute() == 111 - (1, 10, 100)[turn % 3]
+        first.acquire()
+        assert layers_of_wrappers() == 3
+        assert Thing().compute() == 111
+        assert inspect.unwrap(Thing.compute) is original
+    for patch in ours:
+        patch.release()
+
+
+def test_a_user_that_ends_while_symbols_change_ends_after_that(monkeypatch):
+    first, second = Patch(compute=plus(1)), Patch(compute=plus(10))
+    first.acquire()
+    put = patching._put
+
+    def collected(*place):
+        monkeypatch.setattr(patching, "_put", put)
+        first.release()  # As garbage collection may do at any time.
+        assert Thing.compute is not original
+        put(*place)
+
+    monkeypatch.setattr(patching, "_put", collected)
+    with second.held():
+        assert first.users == 0
+        assert layers_of_wrappers() == 1
+        assert Thing().compute() == 10
+
+
+def test_threads_with_patches_of_one_symbol_leave_nothing():
+    patches, barrier = [Patch(compute=plus(10**i)) for i in range(3)], threading.Barrier(6)
+
+    def work(place):
+        barrier.wait(60)
+        for turn in range(200):
+            with patches[place % 3].held(), patches[(place + turn) % 3].held():
+                assert str(Thing().compute())[-1 - place % 3] == "1"
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert [patch.users for patch in patches] == [0, 0, 0]
+
+
+def test_an_optional_symbol_that_is_missing_is_told_of_once(monkeypatch):
+    gone = ("gone", "keras.layers:Layer.gone")
+    monkeypatch.setattr(patching, "SYMBOLS", (*patching.SYMBOLS, gone))
+    patch = Patch(optional={"gone": "nothing is counted."}, compute=plus(1), gone=plus(1))
+    with (
+        pytest.warns(tfamp.TfampWarning, match="Layer.gone is not in Keras 3.*nothing is counted"),
+        patch.held(),
+    ):
+        assert Thing().compute() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with patch.held():
+            assert Thing().compute() == 1
+
+
 # ---- What is patched in TensorFlow and Keras -----------------------------------------------------
+
+
+def test_scopes_and_optimizers_that_end_in_any_order_leave_no_wrapper():
+    before = {symbol: getattr(*patching.locate(symbol)) for _, symbol in SYMBOLS}
+    kept = []
+    for turn in range(300):
+        with tfamp.policy_scope("mixed_float16"):
+            kept.append(tfamp.LossScaleOptimizer(keras.optimizers.SGD()))
+            if turn % 3:
+                kept.pop(0)
+    kept.clear()
+    gc.collect()
+    after = {symbol: getattr(*patching.locate(symbol)) for _, symbol in SYMBOLS}
+    assert [name for name in before if before[name] is not after[name]] == []
 
 
 # ---- Single objects ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 import tensorflow as tf
 
 from tfamp.core.kinds import FunctionDef, Handle, Op, Tensor, TFGraph, Trace, Variable
-from tfamp.interop.tf_private import private, private_symbol
+from tfamp.interop.tf_private import outer_graph, private, private_symbol
 
 
 def copy_handle_data(sources: Iterable[Handle], targets: Iterable[Handle]) -> None:
@@ -144,8 +144,8 @@ _differentiable: weakref.WeakKeyDictionary[TFGraph, _Functions] = weakref.WeakKe
 
 
 def _outermost(graph: TFGraph) -> TFGraph:
-    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
-        graph = graph.outer_graph
+    while isinstance(outer := outer_graph(graph), type(graph)):
+        graph = outer
     return graph
 
 
@@ -172,5 +172,5 @@ def _function_definition(graph: TFGraph | None, name: str) -> FunctionDef:
         function = private_symbol(graph, "_get_function")(name)
         if function is not None:
             return function.cached_definition
-        graph = getattr(graph, "outer_graph", None)
+        graph = outer_graph(graph)
     return private("eager.context:context")().get_function_def(name)

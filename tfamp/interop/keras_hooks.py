@@ -31,12 +31,20 @@ from tfamp.core.kinds import (
     Tensor,
     Variable,
 )
-from tfamp.interop.patching import Patch, foreign, foreign_symbol, wrap_method
+from tfamp.interop.patching import (
+    Patch,
+    check_attribute,
+    foreign,
+    foreign_symbol,
+    require_attribute,
+    wrap_method,
+)
 
 _POLICY = "dtype_policy"
 _SEEDS = "global_seed_generator"
 _STATE = "keras.src.backend.common.global_state"
 _VARIABLES = "keras.src.backend.common.variables"
+_EXCLUDE = "keras.src.optimizers.base_optimizer:BaseOptimizer.exclude_from_weight_decay"
 
 # A generator of Keras's for random numbers.
 Generator: TypeAlias = Any
@@ -58,21 +66,21 @@ def policy_source(
     class GlobalState:
         """Replaces Keras's global-state module, also for functions imported from it before."""
 
-        def __init__(self, module: ModuleType) -> None:
+        def __init__(self, module: Callable[[], ModuleType]) -> None:
             self._module = module
 
         def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
             policy = read() if name == _POLICY else None
             if policy is not None:
                 return policy
-            return self._module.get_global_attribute(name, *args, **kwargs)
+            return self._module().get_global_attribute(name, *args, **kwargs)
 
         def set_global_attribute(self, name: str, value: Any) -> None:
             if name != _POLICY or not store(value):
-                self._module.set_global_attribute(name, value)
+                self._module().set_global_attribute(name, value)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._module, name)
+            return getattr(self._module(), name)
 
     return Patch(policy_module=GlobalState)
 
@@ -101,7 +109,15 @@ def logits_of(probabilities: Tensor) -> Tensor | None:
 
     Symbol: `_keras_logits` of tensors, which Keras's cross-entropies read.
     """
+    _check_logits()
     return getattr(probabilities, "_keras_logits", None)
+
+
+@functools.cache
+def _check_logits() -> None:
+    for name in ("sigmoid", "softmax"):
+        lost = "cross-entropies are computed from probabilities, where Keras takes logits."
+        check_attribute(f"keras.src.activations.activations:{name}", "_keras_logits", lost)
 
 
 def set_logits(probabilities: Tensor, logits: Tensor) -> None:
@@ -458,7 +474,7 @@ def copy_annotations(source: Tensor, target: Tensor) -> None:
     mask = foreign("keras.src.backend:get_keras_mask")(source)
     if mask is not None:
         foreign("keras.src.backend:set_keras_mask")(target, mask)
-    logits = getattr(source, "_keras_logits", None)
+    logits = logits_of(source)
     if logits is not None:
         target._keras_logits = keras.ops.cast(logits, target.dtype)
 
@@ -603,6 +619,8 @@ def excluded_from_decay(optimizer: Optimizer) -> tuple[set[Any], Any]:
     Symbols: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, which
     `exclude_from_weight_decay` sets.
     """
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        require_attribute(_EXCLUDE, name)
     keys: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
     return keys, getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
 

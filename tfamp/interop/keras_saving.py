@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Optimizer, Variable
-from tfamp.interop.patching import level_of_user
+from tfamp.interop.patching import SAVING, check_saving, level_of_user
 
 # Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
 _LISTS = ("_variables", "_trainable_variables")
@@ -41,13 +41,12 @@ INNER_SETTINGS: dict[str, Any] = {
     for name, parameter in inspect.signature(keras.optimizers.SGD.__init__).parameters.items()
     if name not in _OF_SGD
 } | {"learning_rate": 0.0}  # Of Keras's wrapper.
-# Modules that read all attributes of an object to find what to save.
-_SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 
 
 def read_by_saving() -> bool:
     """Whether the property that calls this is read by a walk over all attributes."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(_SAVING)
+    check_saving()
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(SAVING)
 
 
 def wrapper_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,17 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, TypeAlias
 
-from tfamp.core.errors import UnsupportedVersionError
+from tfamp.core.errors import TfampWarning, UnsupportedVersionError
 from tfamp.core.kinds import Method
 
-# Called with the original and its arguments; or a class, whose instance, made of the original,
-# replaces it.
+# Called with the original and its arguments; or a class, whose instance replaces the original: it
+# is made of a function that returns it.
 Replacement: TypeAlias = Callable[..., Any]
 
 TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
@@ -115,8 +117,8 @@ SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
 
 # ---- Code that checks dtypes itself, by the names of its modules -----------------------------
 
-# Autocast decides by the code that requests a cast or a conversion.
-# tests/torch_style/test_ops.py fails where a release renames one of these.
+# Autocast decides by the code that requests a cast or a conversion. `check_recognized` warns of
+# what a release has renamed.
 
 # Keras casts inputs to a layer's dtype, and inputs and results of its ops to a common dtype.
 # For a float32 layer inside autocast that would undo every cast, so these casts are skipped,
@@ -131,7 +133,9 @@ NEEDS_KERAS_UPCAST = frozenset({"argmax", "argmin", "signbit"})
 # Functions that cast a float32 result back to the dtype of their input. It stays float32, like
 # the result of the underlying op.
 RESULTS_CAST_BACK = {
-    *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
+    ("keras.src.backend.tensorflow.numpy", "mean"),
+    ("keras.src.backend.tensorflow.numpy", "var"),
+    ("keras.src.backend.tensorflow.nn", "moments"),
     ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
     ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
     # What rules out accidental hits is float32's smallest number, and infinite in low
@@ -178,7 +182,53 @@ IN_BETWEEN = (
     "keras.src.utils.traceback_utils",
     "tfamp.",
 )
+# Modules that read all attributes of an object to find what to save.
+SAVING = ("keras.src.saving.", "tensorflow.python.trackable.")
 LIBRARIES = ("tensorflow.", "keras.", "tf_keras.")
+
+
+@functools.cache
+def check_recognized() -> None:
+    """Warns once of code in the tables that the installed releases do not have."""
+    functions = RESULTS_CAST_BACK | FLOAT32_FUNCTIONS | SAME_DTYPE_FUNCTIONS | set(FUNCTIONS_OF_OPS)
+    for module, name in sorted(functions):
+        _check_name(module, name)
+    ours = {name for name in IN_BETWEEN if name.startswith("tfamp.")}
+    for module in sorted({*KERAS_UPCASTS, FIXED_DTYPES, *IN_BETWEEN} - ours):
+        _check_name(module.rstrip("."))
+
+
+@functools.cache
+def check_saving() -> None:
+    """Warns once if a module that saving is recognized by does not exist."""
+    for module in SAVING:
+        _check_name(module.rstrip("."))
+
+
+def _check_name(module: str, name: str = "") -> None:
+    symbol = f"{module}:{name}" if name else module
+    try:
+        owner = importlib.import_module(module)
+        if name and name not in vars(owner) and name not in _inner_functions(owner):
+            raise missing_symbol(symbol.replace(":", "."), _library_of(module))
+    except ImportError:
+        error = missing_symbol(module, _library_of(module))
+    except UnsupportedVersionError as missing:
+        error = missing
+    else:
+        return
+    _report(
+        symbol,
+        f"{error} Until then what it calls is not recognized: dtypes that it requests are taken "
+        "for a user's.",
+    )
+
+
+def _inner_functions(module: ModuleType) -> set[str]:
+    """Names of the functions that functions of a module define."""
+    codes = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
+    inner = [const for code in codes for const in code.co_consts if inspect.iscode(const)]
+    return {code.co_name for code in inner}
 
 
 def level_of_user() -> int:
@@ -229,7 +279,7 @@ def foreign(symbol: str) -> Any:
 def locate(symbol: str) -> tuple[Any, str]:
     """Returns the module or class that holds a symbol, and the name it has there."""
     module, _, path = symbol.partition(":")
-    library = "Keras" if module.startswith("keras") else "TensorFlow"
+    library = _library_of(module)
     *classes, name = path.split(".")
     try:
         owner: Any = importlib.import_module(module)
@@ -243,7 +293,67 @@ def locate(symbol: str) -> tuple[Any, str]:
     return owner, name
 
 
+def _library_of(module: str) -> str:
+    return "Keras" if module.startswith("keras") else "TensorFlow"
+
+
+def require_attribute(function: str, name: str) -> None:
+    """Raises `UnsupportedVersionError` unless a function of a library still sets an attribute.
+
+    For attributes that objects have only after a call of it.
+
+    Args:
+        function: A symbol, as of `foreign`.
+        name: The attribute.
+    """
+    code = getattr(inspect.unwrap(foreign(function)), "__code__", None)
+    if code is None or name not in code.co_names:
+        library = _library_of(function)
+        raise missing_symbol(f"{name}, as set by {function.replace(':', '.')},", library)
+
+
+def check_attribute(function: str, name: str, lost: str) -> None:
+    """Warns once, with what is lost, where `require_attribute` would raise."""
+    try:
+        require_attribute(function, name)
+    except UnsupportedVersionError as error:
+        _report(f"{function}.{name}", f"{error} Until then: {lost}")
+
+
 # ---- Patches of symbols ----------------------------------------------------------------------
+
+
+class _Changes:
+    """Serializes the changes of all symbols and methods, as several patches may replace one.
+
+    A user may end at any time, as garbage collection closes a generator that holds a patch: while
+    another change is under way in this thread, its symbols are put back after that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._ended: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            while self._depth == 1 and self._ended:
+                self._ended.popleft()()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def end(self, put_back: Callable[[], None]) -> None:
+        with self:
+            self._ended.append(put_back)
+
+
+_changes = _Changes()
+_reported: set[str] = set()
 
 
 class Patch:
@@ -253,13 +363,17 @@ class Patch:
     calls the original from then on.
 
     Args:
+        optional: What is lost without symbols, by their name in the tables, as a sentence for a
+            warning. A release may lack these; each is reported once.
         replacements: By name in the tables.
 
     Raises:
         ValueError: The tables do not have a name.
     """
 
-    def __init__(self, **replacements: Replacement) -> None:
+    def __init__(
+        self, optional: Mapping[str, str] | None = None, **replacements: Replacement
+    ) -> None:
         names = {name for name, _ in SYMBOLS}
         for name in replacements:
             if name not in names:
@@ -267,35 +381,50 @@ class Patch:
                     f"No symbol is listed under {name!r}: a patch replaces those under "
                     f"{', '.join(sorted(names))}. Add the symbol to the tables of patching.py."
                 )
+        self._optional = dict(optional or {})
         self._replacements = replacements
-        # Reentrant: garbage collection may meanwhile close a generator that holds the patch.
-        self._lock = threading.RLock()
         self.users = 0
         self._replaced: list[_Replaced] = []
 
     def acquire(self) -> None:
-        """Replaces the symbols for the first user; raises where one is missing."""
-        with self._lock:
+        """Replaces the symbols for the first user; raises where a required one is missing."""
+        # Outside of the lock: another thread may import a module, and need the lock to end a user.
+        places = [] if self.users else self._places()
+        with _changes:
             if not self.users:
-                ours = self._replacements
-                patched = [(name, symbol) for name, symbol in SYMBOLS if name in ours]
-                places = [(locate(symbol), ours[name]) for name, symbol in patched]
-                # Only once every symbol is known to exist.
-                self._replaced = [_Replaced(*place, around) for place, around in places]
+                self._replaced = [_Replaced(*place) for place in places or self._places()]
             self.users += 1
+
+    def _places(self) -> list[tuple[Any, str, Replacement]]:
+        """Where the symbols are, with their replacements: all are found before one is replaced."""
+        places = []
+        for name, symbol in SYMBOLS:
+            if name not in self._replacements:
+                continue
+            try:
+                places.append((*locate(symbol), self._replacements[name]))
+            except UnsupportedVersionError as error:
+                if name not in self._optional:
+                    raise
+                _report(symbol, f"{error} Until then: {self._optional[name]}")
+        return places
 
     def release(self) -> None:
         """Restores the originals after the last user."""
-        with self._lock:
-            self.users -= 1
-            if not self.users:
-                for replaced in reversed(self._replaced):
-                    replaced.put_back()
+        _changes.end(self._release)
+
+    def _release(self) -> None:
+        self.users -= 1
+        if not self.users:
+            for replaced in reversed(self._replaced):
+                replaced.take_out()
+            self._replaced = []
 
     def keep(self, wanted: bool) -> None:
         """Acquires or releases it for a single user; a repeated call changes nothing."""
-        if wanted != bool(self.users):
-            (self.acquire if wanted else self.release)()
+        with _changes:
+            if wanted != bool(self.users):
+                (self.acquire if wanted else self.release)()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -305,6 +434,13 @@ class Patch:
             yield
         finally:
             self.release()
+
+
+def _report(symbol: str, text: str) -> None:
+    """Warns once in a process of an optional symbol that is missing."""
+    if symbol not in _reported:
+        _reported.add(symbol)
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
 
 
 def patched_here(**replacements: Replacement) -> contextlib.AbstractContextManager[None]:
@@ -321,37 +457,62 @@ def patched_here(**replacements: Replacement) -> contextlib.AbstractContextManag
 
 
 class _Replaced:
-    """A symbol or a method of one object, with the replacement."""
+    """A symbol or a method of one object, with the replacement.
+
+    Attributes:
+        before: What stood there, None where an object inherits the method. It changes when a
+            replacement below is put back.
+        original: What the replacement calls.
+        ours: What stands there now.
+        active: Whether it still does more than call the original.
+    """
 
     def __init__(self, owner: Any, name: str, around: Replacement) -> None:
         self.owner, self.name, self.around, self.active = owner, name, around, True
-        # Not getattr, which searches parent classes. None where an object inherits the method.
+        # Not getattr, which searches parent classes.
         self.before = _in_use(vars(owner).get(name))
-        original = getattr(owner, name) if self.before is None else self.before
-        is_class = isinstance(around, type)
-        self.ours = around(original) if is_class else self._wrapper(original, around)
+        self.original = getattr(owner, name) if self.before is None else self.before
+        self.ours = (
+            around(lambda: self.original) if isinstance(around, type) else self._wrapper(around)
+        )
         vars(self.ours)[_MARK] = self
         _put(owner, name, self.ours)
 
-    def _wrapper(self, original: Method, around: Replacement) -> Method:
-        @functools.wraps(original)
+    def _wrapper(self, around: Replacement) -> Method:
+        @functools.wraps(self.original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
-                return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
+                return self.original(*args, **kwargs)
+            return around(self.original, *args, **kwargs)
 
         if self.name == "__init__":
             # Keras reads constructors with getfullargspec, which looks at this, not at
             # __wrapped__.
-            wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+            wrapper.__signature__ = inspect.signature(self.original)  # type: ignore[attr-defined]
         return wrapper
 
     def put_back(self) -> None:
-        """Restores the original, unless another replacement has been made on top since."""
+        """Takes the replacement out as soon as no other change is under way."""
+        _changes.end(self.take_out)
+
+    def take_out(self) -> None:
+        """Takes the replacement out, below others of ours too; below foreign ones it goes quiet."""
         self.active = False
-        if vars(self.owner).get(self.name) is self.ours:
-            _put(self.owner, self.name, _in_use(self.before))
-            self.ours = None
+        above: _Replaced | None = None
+        value = vars(self.owner).get(self.name)
+        while (replaced := _replaced_by(value)) is not None:
+            if replaced is self:
+                break
+            above, value = replaced, replaced.before
+        else:
+            return
+        before = _in_use(self.before)
+        if above is None:
+            _put(self.owner, self.name, before)
+            return
+        above.before, above.original = before, self.original if before is None else before
+        if hasattr(above.ours, "__wrapped__"):  # What `inspect` follows.
+            above.ours.__wrapped__ = above.original
 
 
 _MARK = "_tfamp_replaced"
@@ -390,7 +551,8 @@ def wrap_method(obj: Any, name: str, around: Replacement) -> Callable[[], None]:
 
     Returns a function that undoes it; `unwrap_methods` does so for all methods of the object.
     """
-    return _Replaced(obj, name, around).put_back
+    with _changes:
+        return _Replaced(obj, name, around).put_back
 
 
 def is_wrapped_by(obj: Any, name: str, function: Replacement) -> bool:
@@ -410,13 +572,15 @@ def wrapped_methods(obj: Any) -> dict[str, Method]:
 
 def unwrap_methods(obj: Any) -> None:
     """Restores the methods of an object, except where another replacement is on top of ours."""
-    for name, method in wrapped_methods(obj).items():
-        while (replaced := _replaced_by(method)) is not None:
-            method = replaced.before
-        _put(obj, name, method)
+    with _changes:
+        for name, method in wrapped_methods(obj).items():
+            while (replaced := _replaced_by(method)) is not None:
+                method = replaced.before
+            _put(obj, name, method)
 
 
 def rewrap_methods(obj: Any, methods: dict[str, Method]) -> None:
     """Restores replacements that `wrapped_methods` returned."""
-    unwrap_methods(obj)
-    vars(obj).update(methods)
+    with _changes:
+        unwrap_methods(obj)
+        vars(obj).update(methods)

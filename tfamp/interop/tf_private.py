@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.errors import UnsupportedVersionError
 from tfamp.core.kinds import (
     DType,
     Function,
@@ -29,9 +30,10 @@ from tfamp.core.kinds import (
     Method,
     Op,
     Tensor,
+    TFGraph,
     Trace,
 )
-from tfamp.interop.patching import foreign, foreign_symbol
+from tfamp.interop.patching import foreign, foreign_symbol, missing_symbol, require_attribute
 
 _logger = logging.getLogger(__name__)
 # The definition of an op type and of its attributes: `OpDef` and `OpDef.AttrDef` messages.
@@ -173,11 +175,13 @@ def held_dtype(handle: Handle) -> str:
 
 
 def resource_kind(handle: Handle) -> str:
-    """Returns the type of an eager handle's resource, e.g. "tensorflow::Var"; "" if unknown.
+    """Returns the type of an eager handle's resource, e.g. "tensorflow::Var"; "" if symbolic.
 
     Symbol: how TensorFlow prints a `ResourceHandle`, whose type has no public attribute.
     """
     match = re.search(r'type="([^"]*)"', repr(handle))
+    if match is None and not tf.is_symbolic_tensor(handle):
+        raise missing_symbol('the type in what a ResourceHandle prints, type="...",', "TensorFlow")
     return match[1] if match else ""
 
 
@@ -187,6 +191,7 @@ def operation_seeds() -> Any:
     Symbol: `tensorflow.python.eager.context.Context._rng`, which exists once
     `tf.random.set_seed` was called. No public function returns its state.
     """
+    require_attribute("tensorflow.python.eager.context:Context._set_global_seed", "_rng")
     return getattr(_context()(), "_rng", None)
 
 
@@ -324,8 +329,18 @@ def device_kind_in_force() -> str:
             if kind := device_kind_of(block.string_merge(tf.compat.v1.NodeDef())):
                 return kind
         # The caller of this graph's function may be in a block too.
-        graph = getattr(graph, "outer_graph", None)
+        graph = outer_graph(graph)
     return device_kind_of(device_scope() or "")
+
+
+def outer_graph(graph: TFGraph) -> TFGraph | None:
+    """The graph in which the function of a graph is traced; None for a graph of no function.
+
+    Symbol: `tf.__internal__.FuncGraph.outer_graph`.
+    """
+    if not isinstance(graph, tf.__internal__.FuncGraph):
+        return None
+    return cast("TFGraph | None", private_symbol(graph, "outer_graph"))
 
 
 def device_scope() -> str | None:
@@ -534,7 +549,23 @@ def function_signature(function: Function) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:Function")):  # type: ignore[misc]
+def _function_class() -> type[Any]:
+    """TensorFlow's class of functions, or one of which no instance can be made."""
+    try:
+        return cast(
+            "type[Any]", private("eager.polymorphic_function.polymorphic_function:Function")
+        )
+    except UnsupportedVersionError as error:
+        missing = error
+
+    class Missing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise missing
+
+    return Missing
+
+
+class SaveableFunction(_function_class()):  # type: ignore[misc]
     """A `tf.function` that can be subclassed and is tracked and saved like any other.
 
     Symbol: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`. Saving

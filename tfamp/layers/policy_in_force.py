@@ -312,4 +312,9 @@ def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
 
 _warned_of: WeakMap[bool] = WeakMap()
 policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
-constructors = Patch(layer_init=_layer_init, functional_init=_functional_init, fit=_fit)
+constructors = Patch(
+    optional={"fit": "a model that was built before its policy was set trains in silence."},
+    layer_init=_layer_init,
+    functional_init=_functional_init,
+    fit=_fit,
+)

@@ -222,4 +222,4 @@ def enclosing(graph: TFGraph) -> Iterator[TFGraph]:
     """Yields a graph, the graph in which its function is traced, and so on outwards."""
     while graph is not None:
         yield graph
-        graph = getattr(graph, "outer_graph", None)
+        graph = tf_private.outer_graph(graph)

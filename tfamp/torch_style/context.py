@@ -508,8 +508,31 @@ _FOR_A_MODE = (
     branches, stacked, mapped, in_float32, array_method, sparse_matmul, cross_entropy,
     operation_call, folded,
 )  # fmt: skip
+# What autocast does not do without a symbol. All others it needs.
+_OPTIONAL = {
+    "array_method": "writing low tensors to a float32 TensorArray fails under autocast.",
+    "branch_check": "branches of different float dtypes fail under autocast.",
+    "branches": "branches of different float dtypes fail under autocast.",
+    "cross_entropy": "cross-entropies of low logits are rounded to low precision under autocast.",
+    "custom_gradient": "custom gradients under autocast run in the dtypes that they are given.",
+    "finished_graph": "a finished graph that autocast cannot change is not warned of.",
+    "folded": "foldl, foldr and scan add up in low precision under autocast.",
+    "in_float32": "this function fails, or is inexact, with low tensors.",
+    "loop_check": "loops whose values change their float dtype fail under autocast.",
+    "loss_ops": "Keras's losses run in the dtype of their predictions under autocast.",
+    "mapped": "map_fn with another float dtype than announced fails under autocast.",
+    "operation_call": "Keras's layers of positions, and quantized ones, run in low precision under "
+    "autocast.",
+    "python_function": "Python functions that return low tensors fail under autocast.",
+    "signature_cast": "functions with a signature of float32 reject low tensors under autocast.",
+    "sparse_matmul": "tf.matmul with is_sparse arguments is slow under autocast.",
+    "stacked": "stacking tensors of different float dtypes fails under autocast.",
+    "true_division": "dividing tensors of different float dtypes fails under autocast.",
+    "while_loop": "loops whose values change their float dtype fail under autocast.",
+}
 # Installed while any autocast is in force.
 hooks = patching.Patch(
+    optional=_OPTIONAL,
     loss_ops=LossOps,
     **{hook.__name__: hook for hook in (eager_op, graph_op, recording, convert)},
     **{hook.__name__: _where_in_force(hook) for hook in _FOR_A_MODE},
@@ -597,6 +620,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)
 
     def __enter__(self) -> autocast:
+        patching.check_recognized()
         # First, so that ops get there with the inputs that they run with.
         guard = kernel_guard.enter(is_on=self._mode is not None)
         hooks.acquire()

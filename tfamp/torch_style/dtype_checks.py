@@ -104,11 +104,11 @@ class LossOps:
     modules are reached however they were imported.
     """
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: Callable[[], ModuleType]) -> None:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
+        value = getattr(self._module(), name)
         mode = current_modes.current
         if mode is None or not callable(value):
             return value

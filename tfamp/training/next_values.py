@@ -39,7 +39,12 @@ def _gradient(
     return gradients
 
 
-_hooks = Patch(gradient=_gradient)
+_hooks = Patch(
+    optional={
+        "gradient": "the next values of float8 layers are told from gradients by variables= only."
+    },
+    gradient=_gradient,
+)
 
 
 def targets_of(
