@@ -453,7 +453,7 @@ def patched_here(**replacements: Replacement) -> contextlib.AbstractContextManag
         return around(original, *args, **kwargs)
 
     ours = {name: functools.partial(here, around) for name, around in replacements.items()}
-    return Patch(**ours).held()
+    return Patch(None, **ours).held()
 
 
 class _Replaced:
