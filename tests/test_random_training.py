@@ -121,12 +121,17 @@ class Comparison(NamedTuple):
 
 def compare(program: Program, ways=WAYS, dtypes=DTYPES) -> Comparison:
     """Runs a program in each way, but where rounding alone changes all of it."""
-    exact = run(program, "float32", "float32")
+    try:
+        exact = run(program, "float32", "float32")
+    except tf.errors.InvalidArgumentError:  # A CPU has no kernel for some dilations.
+        return Comparison([], 0)
     # No loss scale brings larger gradients, and what leads to them, into float16's range.
     if not exact.is_finite or np.abs(exact.gradients).max() > 1e8:
         return Comparison([], 0)
     found, compared = [], 0
     for dtype in dtypes:
+        if dtype == "float16" and program.multiplies_large_targets:
+            continue
         eps = float(ml_dtypes.finfo(dtype).eps)
         least = _LEAST_EPS * eps * (2 if _HAS_LOOPS & {kind for kind, *_ in program.steps} else 1)
         by_rounding = rounding_alone(program, exact, eps, range(3))
@@ -222,26 +227,33 @@ def _error(found: np.ndarray, exact: np.ndarray) -> float:
         return float(np.linalg.norm(found - exact) / (np.linalg.norm(exact) or 1.0))
 
 
+def _rounding_of(chain: Chain, dtype: str, exact: Values, seeds) -> Values:
+    """The largest errors that rounding op by op makes."""
+    runs = [constant_chains.op_by_op(chain, dtype, seed) for seed in seeds]
+    return Values(*np.max([list(map(_error, run, exact)) for run in runs], 0))
+
+
 def compare_chain(chain: Chain, ways=CHAIN_WAYS, dtypes=DTYPES) -> Comparison:
     """Compiles a chain in each way; its gradient only where that is in range op by op."""
     exact = constant_chains.exact(chain)
     found, compared = [], 0
     for dtype in dtypes:
         least = _LEAST_EPS * float(ml_dtypes.finfo(dtype).eps)
-        by_op = Values(*map(_error, constant_chains.op_by_op(chain, dtype), exact))
+        by_op = _rounding_of(chain, dtype, exact, [None])
         if not by_op.output < 0.03:
             continue
         # Values that a gradient needs are not merged, so the output is computed without it too.
         calls = [lambda x, weights: [chain.output(x, weights)]]
         calls += [chain.run] if by_op.slope < 0.03 else []
         for way, call in itertools.product(ways, calls):
-            results = run_chain(chain, way, dtype, call)
+            errors = list(map(_error, run_chain(chain, way, dtype, call), exact))
             compared += 1
-            for name, result, right, rounding in zip(
-                Values._fields, results, exact, by_op, strict=False
-            ):
-                if not (error := _error(result, right)) <= (allowed := _TIMES * rounding + least):
-                    name += " beside its slope" * (name == "output" and len(results) == 2)
+            if any(error > _TIMES * one + least for error, one in zip(errors, by_op, strict=False)):
+                # One value beside a singular place, such as a root of nearly 0, may change it.
+                by_op = Values(*map(max, by_op, _rounding_of(chain, dtype, exact, range(16))))
+            for name, error, rounding in zip(Values._fields, errors, by_op, strict=False):
+                if not error <= (allowed := _TIMES * rounding + least):
+                    name += " beside its slope" * (name == "output" and len(errors) == 2)
                     found.append(f"{way}, {dtype}: {name} {error:.3%} off, allowed {allowed:.3%}")
     return Comparison(found, compared)
 

@@ -131,11 +131,17 @@ def exact(chain: Chain) -> Values:
     return values(chain.run(tf.constant(chain.data()), list(map(tf.constant, chain.weights()))))
 
 
-def op_by_op(chain: Chain, dtype: str) -> Values:
-    """The values if each op's result and gradient is rounded to a dtype, within half its range."""
-    largest = float(ml_dtypes.finfo(dtype).max) / 2
+def op_by_op(chain: Chain, dtype: str, seed: int | None = None) -> Values:
+    """The values if each op's result and gradient is rounded to a dtype, within half its range.
+
+    With a seed each is rounded up or down at random.
+    """
+    largest, eps = float(ml_dtypes.finfo(dtype).max) / 2, float(ml_dtypes.finfo(dtype).eps)
+    random = np.random.default_rng(seed)
 
     def low(x: Any) -> Any:
+        if seed is not None:
+            x *= (1 + eps * random.uniform(-0.5, 0.5, x.shape)).astype("float32")
         kept = tf.cast(tf.cast(x, dtype), tf.float32)
         return tf.where(tf.abs(x) > largest, np.float32("inf"), kept)
 

@@ -41,7 +41,14 @@ _NOT_CALLED = (
 
 def fault_cases() -> list[KernelCase]:
     """Returns cases of unique names, in a fixed order."""
-    cases = (*_convolutions(), *_by_definition(), *_products(), *RAW_CASES, *FUNCTION_CASES)
+    cases = (
+        *_convolutions(),
+        *_by_definition(),
+        *_cells(),
+        *_products(),
+        *RAW_CASES,
+        *FUNCTION_CASES,
+    )
     named = {case.name: case for case in cases}
     return list(named.values())
 
@@ -171,11 +178,28 @@ def _products() -> Iterator[KernelCase]:
         )  # fmt: skip
 
 
+# It ends the process for inputs of other shapes, in float32 too.
+_BY_SHAPE = {"LSTMBlockCell"}
+
+
+def _cells() -> Iterator[KernelCase]:
+    for batch, units in itertools.product((1, 33), (1, 17, 128)):
+        names = ("x", "cs_prev", "h_prev", "w", "wci", "wcf", "wco", "b")
+        state, weights = positive(batch, units), positive(2 * units, 4 * units)
+        peepholes, bias = [positive(units)] * 3, positive(4 * units)
+
+        def call(*tensors: Any, names: Sequence[str] = names) -> Any:
+            return R.LSTMBlockCell(**dict(zip(names, tensors, strict=True))).h
+
+        data = (state, state, state, weights, *peepholes, bias)
+        yield _case("LSTMBlockCell", f"{units} units of {batch}", call, *data)
+
+
 def _by_definition() -> Iterator[KernelCase]:
     """Ops that take nothing but tensors of one low dtype, called with vectors and images."""
     for op in sorted(_ops()):
         count, function = _operands(op), getattr(R, op, None)
-        if not count or function is None or not low_dtypes(op):
+        if not count or function is None or not low_dtypes(op) or op in _BY_SHAPE:
             continue
         names = [op_input.name for op_input in tf_private.op_inputs(op)]
 

@@ -333,6 +333,15 @@ class Program:
     penalty: bool = False
     parts: int = 1
 
+    @property
+    def multiplies_large_targets(self) -> bool:
+        """Whether a penalty multiplies by targets that float16 does not have, whatever its scale.
+
+        The loss itself keeps its products in float32; a gradient of its gradient does not.
+        `find_nonfinite` names the op.
+        """
+        return self.penalty and self.target > 1e4 and self.loss in ("distances", "gram")
+
     def weights(self) -> list[np.ndarray]:
         """A matrix for each step, and one for the output."""
         random = np.random.default_rng(len(self.steps))
