@@ -24,9 +24,8 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Method, Nest, Op, Tensor
 from tfamp.core.scopes import Scope, ScopeStack
-from tfamp.interop import imported_graphs, op_calls, tf_private
+from tfamp.interop import imported_graphs, op_calls, patching, tf_private
 from tfamp.interop.op_calls import Backward, EagerOp
-from tfamp.interop.patching import Patch
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.machine.hardware import onednn_dtypes
 from tfamp.planning import kernels, scalings
@@ -58,6 +57,10 @@ class _Guard(Scope):
     is_on: bool
 
 
+_LOST = (
+    "{} of low-precision ops whose kernels add up in low precision are less exact than this tfamp "
+    "promises."
+)
 _guards: ScopeStack[_Guard] = ScopeStack("tfamp_kernels")
 
 
@@ -70,9 +73,20 @@ def enter(is_on: bool = True) -> Scope:
     hooks.acquire()
     outer = _guards.innermost
     device = tf_private.default_device_kind() if outer is None else outer.device
-    guard = _Guard(device, is_on)
+    guard = _Guard(device, is_on and _can_guard())
     _guards.enter(guard)
     return guard
+
+
+@functools.cache
+def _can_guard() -> bool:
+    """Whether all symbols exist by which gradients of ops are changed; if not, warns once."""
+
+    def check() -> bool:
+        op_calls.require_gradients()
+        return True
+
+    return patching.attempt(check, False, _LOST.format("results and gradients"))
 
 
 def leave(guard: Any) -> None:
@@ -384,11 +398,7 @@ def function_context(original: Method, *args: Any, **kwargs: Any) -> Any:
     return type(key)(context, key.scope_type)
 
 
-_LOST = (
-    "{} of low-precision ops whose kernels add up in low precision are less exact than this tfamp "
-    "promises."
-)
-hooks = Patch(
+hooks = patching.Patch(
     # Without them an op runs as TensorFlow runs it.
     optional={
         "eager_op": _LOST.format("results"),

@@ -33,7 +33,7 @@ from tfamp.core.kinds import (
 )
 from tfamp.interop.patching import (
     Patch,
-    check_attribute,
+    attempt,
     foreign,
     foreign_symbol,
     require_attribute,
@@ -115,9 +115,10 @@ def logits_of(probabilities: Tensor) -> Tensor | None:
 
 @functools.cache
 def _check_logits() -> None:
+    lost = "cross-entropies are computed from probabilities, where Keras takes logits."
     for name in ("sigmoid", "softmax"):
-        lost = "cross-entropies are computed from probabilities, where Keras takes logits."
-        check_attribute(f"keras.src.activations.activations:{name}", "_keras_logits", lost)
+        function = f"keras.src.activations.activations:{name}"
+        attempt(functools.partial(require_attribute, function, "_keras_logits"), None, lost)
 
 
 def set_logits(probabilities: Tensor, logits: Tensor) -> None:

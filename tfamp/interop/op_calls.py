@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfamp.core.kinds import Method, Op, Tensor
 from tfamp.interop import tf_private
+from tfamp.interop.patching import require_attribute
 from tfamp.interop.tf_private import OpInput
 
 # Gradients of an op's inputs, from those of its outputs.
@@ -79,6 +80,15 @@ def _as_read(kind: str | None, value: Any) -> Any:
     if kind == "string" and isinstance(value, str):
         return value.encode()
     return value
+
+
+def require_gradients() -> None:
+    """Raises `UnsupportedVersionError` where a symbol of the functions below is missing."""
+    record = ("record_operation", "could_possibly_record", "stop_recording")
+    for name in record:
+        tf_private.private(f"eager.record:{name}")
+    function = "tensorflow.python.framework.ops:get_gradient_function"
+    require_attribute(function, "_gradient_function")
 
 
 def gradient_function(op: Op | EagerOp) -> Method:

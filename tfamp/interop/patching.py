@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tfamp.core.errors import TfampWarning, UnsupportedVersionError
 from tfamp.core.kinds import Method
@@ -24,6 +24,7 @@ from tfamp.core.kinds import Method
 # Called with the original and its arguments; or a class, whose instance replaces the original: it
 # is made of a function that returns it.
 Replacement: TypeAlias = Callable[..., Any]
+_Result = TypeVar("_Result")
 
 TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
 
@@ -206,22 +207,15 @@ def check_saving() -> None:
 
 
 def _check_name(module: str, name: str = "") -> None:
-    symbol = f"{module}:{name}" if name else module
+    symbol = f"{module}.{name}" if name else module
     try:
         owner = importlib.import_module(module)
-        if name and name not in vars(owner) and name not in _inner_functions(owner):
-            raise missing_symbol(symbol.replace(":", "."), _library_of(module))
+        is_there = not name or name in vars(owner) or name in _inner_functions(owner)
     except ImportError:
-        error = missing_symbol(module, _library_of(module))
-    except UnsupportedVersionError as missing:
-        error = missing
-    else:
-        return
-    _report(
-        symbol,
-        f"{error} Until then what it calls is not recognized: dtypes that it requests are taken "
-        "for a user's.",
-    )
+        is_there = False
+    if not is_there:
+        lost = "what it calls is not recognized, and dtypes that it requests count as a user's."
+        report(missing_symbol(symbol, _library_of(module)), lost)
 
 
 def _inner_functions(module: ModuleType) -> set[str]:
@@ -312,14 +306,6 @@ def require_attribute(function: str, name: str) -> None:
         raise missing_symbol(f"{name}, as set by {function.replace(':', '.')},", library)
 
 
-def check_attribute(function: str, name: str, lost: str) -> None:
-    """Warns once, with what is lost, where `require_attribute` would raise."""
-    try:
-        require_attribute(function, name)
-    except UnsupportedVersionError as error:
-        _report(f"{function}.{name}", f"{error} Until then: {lost}")
-
-
 # ---- Patches of symbols ----------------------------------------------------------------------
 
 
@@ -406,7 +392,7 @@ class Patch:
             except UnsupportedVersionError as error:
                 if name not in self._optional:
                     raise
-                _report(symbol, f"{error} Until then: {self._optional[name]}")
+                report(error, self._optional[name])
         return places
 
     def release(self) -> None:
@@ -436,11 +422,21 @@ class Patch:
             self.release()
 
 
-def _report(symbol: str, text: str) -> None:
-    """Warns once in a process of an optional symbol that is missing."""
-    if symbol not in _reported:
-        _reported.add(symbol)
+def report(missing: UnsupportedVersionError, lost: str) -> None:
+    """Warns once in a process of an optional symbol that is missing, and of what is lost."""
+    text = f"{missing} Until then: {lost}"
+    if text not in _reported:
+        _reported.add(text)
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+
+
+def attempt(function: Callable[[], _Result], otherwise: _Result, lost: str) -> _Result:
+    """The result of a function; if a symbol that it needs is missing another one, with a report."""
+    try:
+        return function()
+    except UnsupportedVersionError as error:
+        report(error, lost)
+        return otherwise
 
 
 def patched_here(**replacements: Replacement) -> contextlib.AbstractContextManager[None]:

@@ -33,7 +33,13 @@ from tfamp.core.kinds import (
     TFGraph,
     Trace,
 )
-from tfamp.interop.patching import foreign, foreign_symbol, missing_symbol, require_attribute
+from tfamp.interop.patching import (
+    attempt,
+    foreign,
+    foreign_symbol,
+    missing_symbol,
+    require_attribute,
+)
 
 _logger = logging.getLogger(__name__)
 # The definition of an op type and of its attributes: `OpDef` and `OpDef.AttrDef` messages.
@@ -125,7 +131,9 @@ def device_details(device: tf.config.PhysicalDevice) -> dict[str, Any]:
     devices = tf.config.list_physical_devices()
     if device not in devices:
         return {}
-    return dict(private("pywrap_tfe:TF_GetDeviceDetails")(devices.index(device)))
+    details = "pywrap_tfe:TF_GetDeviceDetails"
+    found = attempt(lambda: private(details)(devices.index(device)), {}, "devices have no details.")
+    return dict(found)
 
 
 def runtime_has_started() -> bool:
@@ -358,7 +366,9 @@ def op_determinism_is_enabled() -> bool:
 
     Symbol: `tensorflow.python.framework.config.is_op_determinism_enabled`.
     """
-    return bool(private("framework.config:is_op_determinism_enabled")())
+    is_enabled = "framework.config:is_op_determinism_enabled"
+    lost = "enable_op_determinism is not known to be on."
+    return bool(attempt(lambda: private(is_enabled)(), False, lost))
 
 
 class Kernel(NamedTuple):
@@ -455,7 +465,8 @@ def write_fingerprint(directory: str) -> None:
     Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
     `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
     """
-    private("saved_model.fingerprinting_utils:write_fingerprint")(directory)
+    write = "saved_model.fingerprinting_utils:write_fingerprint"
+    attempt(lambda: private(write)(directory), None, "SavedModels get no fingerprint.")
 
 
 def private(symbol: str) -> Any:
@@ -490,7 +501,9 @@ def is_compiled_by_xla() -> bool:
 
     Symbol: `tf.__internal__.get_enclosing_xla_context`. Graphs have no public attribute for it.
     """
-    return private("ops.control_flow_ops:get_enclosing_xla_context")() is not None
+    context = "ops.control_flow_ops:get_enclosing_xla_context"
+    lost = "functions that XLA compiles count as others, which costs them time."
+    return attempt(lambda: private(context)() is not None, False, lost)
 
 
 def written_handles(function: Trace) -> list[Handle]:

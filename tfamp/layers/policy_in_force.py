@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingConvertedWarning
+from tfamp.core.errors import NothingConvertedWarning, UnsupportedVersionError
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.scopes import Scope, ScopeStack, decorated
@@ -93,6 +93,7 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     hardware.warn_of_variables()
     level, scope = _Level(_as_policy(policy)), _scopes.innermost
     with _lock:
+        _patch(level.policy)
         if scope is not None:
             scope.policy, scope.keras_policy = level.policy, None
         else:
@@ -157,6 +158,7 @@ class policy_scope:  # noqa: N801 - reads as a function
             _set_by_keras(outer)  # Drops what `clear_session` ended before.
         scope = _Level(self._policy, outer, keras_hooks.thread_policy())
         with _lock:
+            _patch(self._policy)
             self._entered.append(scope)
             _scopes.enter(scope)
             _open_scopes.add(scope)
@@ -255,11 +257,20 @@ def _keras_was_set(policy: KerasPolicy) -> bool:
 
 def _follow() -> None:
     """Patches Keras exactly while a level needs it."""
-    levels = list(_open_scopes)
-    if _process is not None:
-        levels.append(_process)
-    policy_source.keep(bool(levels))
+    levels = [*_open_scopes, *([] if _process is None else [_process])]
     constructors.keep(any(level.policy.is_mixed for level in levels))
+    policy_source.keep(bool(levels))
+
+
+def _patch(policy: Policy) -> None:
+    """Patches Keras for a policy that is to come; raises, and changes nothing, where it cannot."""
+    try:
+        if policy.is_mixed:
+            constructors.keep(wanted=True)
+        policy_source.keep(wanted=True)
+    except UnsupportedVersionError:
+        _follow()
+        raise
 
 
 def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> None:

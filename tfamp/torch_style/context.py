@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfamp import kernel_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.errors import TfampWarning
+from tfamp.core.errors import TfampWarning, UnsupportedVersionError
 from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
@@ -623,7 +623,11 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         patching.check_recognized()
         # First, so that ops get there with the inputs that they run with.
         guard = kernel_guard.enter(is_on=self._mode is not None)
-        hooks.acquire()
+        try:
+            hooks.acquire()
+        except UnsupportedVersionError:
+            kernel_guard.leave(guard)
+            raise
         block = current_modes.block(self._mode)
         block.guard = guard
         self._entered.append(block)
