@@ -410,3 +410,23 @@ def test_saved_functions_have_their_signatures_with_defaults_and_saveable_ones_r
         signature = tf_private.function_signature(each.fn)
         assert str(signature) == "(x, flag=False, *, bias=None)"
     assert loaded.saveable(x).numpy().tolist() == [2.0, 2.0]
+
+
+def test_calls_of_a_function_and_of_those_around_it_call_back_once():
+    calls = []
+
+    def step(x):
+        for _ in tf.range(3):
+            tf_private.call_at_calls(lambda: calls.append(1), "key")
+            x += 1.0
+        return x
+
+    inner = tf.function(step)
+    found = [float(inner(tf.constant(1.0))) for _ in range(3)]
+    assert (found, len(calls)) == ([4.0] * 3, 3)
+    outer = tf.function(lambda x: inner(x) * 2, jit_compile=True)
+    assert [float(outer(tf.constant(1.0))) for _ in range(2)] == [8.0] * 2
+    assert len(calls) == 5
+    with tf.Graph().as_default():
+        tf_private.call_at_calls(lambda: calls.append(1), "key")
+    assert len(calls) == 5

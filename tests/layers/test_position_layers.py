@@ -1,5 +1,7 @@
 """KerasHub's layers that turn positions into angles."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -61,6 +63,77 @@ def test_the_policy_is_there_again_after_a_call_that_fails(way):
         layer(tf.ones((1, 8, 7)))
     assert layer.compute_dtype == "bfloat16"
     assert layer(tf.ones((1, 8, 8))).dtype == tf.bfloat16
+
+
+def called_at_once(call, threads, monkeypatch):
+    """The results of threads that are all inside of a RotaryEmbedding's `call` at one time."""
+    meeting, found = threading.Barrier(threads), {}
+    layer_class = keras_hub.layers.RotaryEmbedding
+    original = layer_class._compute_cos_sin_embedding
+
+    def meet(*args, **kwargs):
+        meeting.wait(timeout=60)  # Raises in all threads if one does not come.
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(layer_class, "_compute_cos_sin_embedding", meet)
+    running = [
+        threading.Thread(target=lambda n=n: found.update({n: call()})) for n in range(threads)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return [found[number] for number in range(threads)]
+
+
+@pytest.mark.parametrize("inputs", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_three_threads_in_one_layer_get_float32s_angles(mode, inputs, monkeypatch):
+    with tfamp.policy_scope("mixed_bfloat16"):
+        layer = keras_hub.layers.RotaryEmbedding()
+    x = tf.cast(X, inputs)
+    exact = np.asarray(keras_hub.layers.RotaryEmbedding(dtype="float32")(tf.cast(x, "float32")))
+
+    def call():
+        return layer(x) if mode == "eager" else tf.function(lambda: layer(x))()
+
+    for found in called_at_once(call, 3, monkeypatch):
+        assert found.dtype == tf.bfloat16
+        error = np.abs(np.asarray(tf.cast(found, "float32")) - exact)
+        assert (error <= 2.0**-8 * np.abs(exact)).all()  # One rounding, of the result.
+    assert layer.compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_that_is_set_to_low_precision_by_hand_computes_float32s_angles(name):
+    layer = LAYERS[name]()
+    exact = np.asarray(layer(X))
+    tfamp.set_layer_dtype(layer, "bfloat16")
+    found = layer(X)
+    assert found.dtype == tf.bfloat16
+    error = np.abs(np.asarray(tf.cast(found, "float32")) - exact)
+    assert (error <= 2.0**-8 * np.abs(exact)).all()
+
+
+def test_what_a_call_stores_in_its_layer_stays_there():
+    class RotaryEmbedding(keras_hub.layers.RotaryEmbedding):
+        calls = 0
+
+        def call(self, *args, **kwargs):
+            self.calls += 1
+            self.add_loss(tf.constant(float(self.calls)))
+            return super().call(*args, **kwargs)
+
+    RotaryEmbedding.__module__ = "keras_hub.example"  # Layers of this package are recognized.
+    with tfamp.policy_scope("mixed_bfloat16"):
+        layer = RotaryEmbedding()
+    for _ in range(2):
+        found = layer(X)
+    exact = keras_hub.layers.RotaryEmbedding(dtype="float32")(X)
+    error = np.abs(np.asarray(tf.cast(found, "float32")) - exact)
+    assert (error <= 2.0**-8 * np.abs(exact)).all()
+    assert layer.calls == 2
+    assert [float(loss) for loss in layer.losses] == [2.0]  # Keras keeps the last call's.
 
 
 @pytest.mark.slow

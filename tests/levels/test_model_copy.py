@@ -1,6 +1,7 @@
 """Models copied with low weights: regularizers and the like are copied too."""
 
 import random
+import threading
 
 import keras
 import numpy as np
@@ -208,3 +209,42 @@ def test_a_layer_that_has_grown_in_another_way_is_named():
     model.layers[0].grow()
     with pytest.raises(ValueError, match=r"grown \(Growing\) has weights .*take level 'O2'"):
         tfamp.prepare(model, level="O3", dtype="bfloat16")
+
+
+@keras.saving.register_keras_serializable("test_model_copy")
+class Prepares(keras.Model):
+    """A model whose configuration makes an inner model of low weights, by `tfamp.prepare`."""
+
+    def __init__(self, inner=None, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = self.new_inner() if inner is None else inner
+
+    @staticmethod
+    def new_inner():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(2)])
+
+    def call(self, x):
+        return self.inner(x)
+
+    @classmethod
+    def from_config(cls, config):
+        inner, _ = tfamp.prepare(cls.new_inner(), level="O3", dtype="bfloat16")
+        return cls(**{**config, "inner": inner})
+
+
+def test_a_class_that_prepares_a_model_in_its_from_config_is_copied():
+    keras.utils.set_random_seed(0)
+    model, x = Prepares(), np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    expected = np.asarray(model(x))
+    found = []
+
+    def prepare():
+        found.extend(tfamp.prepare(model, level="O3", dtype="bfloat16"))
+
+    thread = threading.Thread(target=prepare, daemon=True)  # It may not hold up the tests.
+    thread.start()
+    thread.join(timeout=60)
+    assert found, "prepare waits for a lock that its own thread holds, or has failed"
+    assert {weight.dtype for weight in found[0].weights} == {"bfloat16"}
+    error = np.abs(np.asarray(found[0](x), "float32") - expected).max()
+    assert error < tolerance("bfloat16") * np.abs(expected).max()

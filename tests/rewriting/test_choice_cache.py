@@ -1,6 +1,8 @@
 """The cache of `tfamp.tune`: what is taken from it, measured again, and stored in it."""
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import keras
@@ -11,7 +13,9 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import one_in, tiers
-from tfamp.rewriting import measured_runs
+from tfamp.core.profile import builtin_profile
+from tfamp.machine import hardware, profile_measure
+from tfamp.rewriting import choice_cache, measured_runs
 from tfamp.rewriting.choice_cache import fingerprint, keras_program
 
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 2), "float32")
@@ -102,6 +106,71 @@ def test_the_reason_of_an_error_is_kept_too(folder, runs):
         report = tfamp.tune(lambda x: x @ tf.random.normal((8, 8)), X, **options)
         assert report.unseeded == ("RandomStandardNormal",)
     assert report.source.startswith("measured before")
+
+
+def test_a_machine_measured_in_each_process_finds_its_choice_again(folder, runs, monkeypatch):
+    monkeypatch.setenv("TFAMP_PROFILE", "measure")
+    builtin = builtin_profile("cpu", bfloat16=True)
+    digits = iter(range(1, 9))
+
+    def measure():  # Two measurements are never equal.
+        return dataclasses.replace(builtin, name="measured", bandwidth=1e10 + next(digits))
+
+    monkeypatch.setattr(profile_measure, "measure_profile", measure)
+    reports = []
+    for _ in range(3):
+        hardware._measured.cache_clear()  # Another process.
+        reports.append(tune())
+    hardware._measured.cache_clear()
+    assert next(digits) == 4, "each measured the machine"
+    assert len(list(folder.iterdir())) == 1
+    assert [report.source.split(",")[0] for report in reports] == [
+        "measured now",
+        "measured before",
+        "measured before",
+    ]
+    assert reports[1].rows == reports[2].rows == reports[0].rows
+    low, exact = (np.asarray(reports[n].best(X)) for n in (2, 0))
+    np.testing.assert_array_equal(low, exact)
+
+
+def test_a_profile_from_a_file_counts_by_its_figures(folder, runs, monkeypatch, tmp_path):
+    usual = builtin_profile("cpu", bfloat16=True)
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv("TFAMP_PROFILE", str(path))
+    sources = []
+    for bandwidth in (1e10, 2e10, 1e10):
+        path.write_text(dataclasses.replace(usual, bandwidth=bandwidth).to_json())
+        sources.append(tune().source.split(",")[0])
+    assert sources == ["measured now", "measured now", "measured before"]
+
+
+def test_the_choices_unused_for_the_longest_time_are_deleted(folder, runs, monkeypatch):
+    monkeypatch.setattr(choice_cache, "_MOST_FILES", 3)
+    folder.mkdir(parents=True)
+    profile = folder / "machine-0.json"
+    profile.write_text("{}")
+    os.utime(profile, (1, 1))
+
+    def choices():
+        return {path for path in folder.iterdir() if path != profile}
+
+    found = []
+    for number, max_error in enumerate((0.1, 0.2, 0.3), 1):
+        tune(max_error=max_error)
+        (path,) = choices() - set(found)
+        os.utime(path, (number, number))
+        found.append(path)
+    assert tune(max_error=0.1).source.startswith("measured before")  # The oldest, but in use.
+    tune(max_error=0.4)
+    assert set(found) & choices() == {found[0], found[2]}
+    assert len(choices()) == 3
+    assert profile.exists()
+    found[2].write_text("damaged")
+    os.utime(found[2], (3, 3))
+    tune(max_error=0.5)
+    assert found[0] in choices()
+    assert found[2] not in choices()
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,9 @@ def _without_changes(built: DynamicLossScale) -> FixedLossScale:
 
 # ---- The state -------------------------------------------------------------------------
 
-# `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and plain numbers share
-# this code: the caller passes the array library. Nothing here branches in Python on a tensor,
-# so a step never waits for the device.
+# `LossScaleOptimizer` (Keras variables, traced or eager, any backend), `GradScaler` (in float64)
+# and plain numbers share this code: the caller passes the array library. Nothing here branches in
+# Python on a tensor, so a step never waits for the device.
 #
 #     finite step    good_steps + 1; at growth_steps: 0, and scale * growth_factor (at most
 #                    max_scale)
@@ -200,18 +200,31 @@ class LossScaleState(NamedTuple):
     consecutive_skipped_steps: Tensor
 
 
+class TensorRule(NamedTuple):
+    """The fields of a `DynamicLossScale` that `next_state` reads, as scalar tensors or numbers.
+
+    They can change after tracing, and are not checked here.
+    """
+
+    growth_factor: Tensor
+    backoff_factor: Tensor
+    growth_steps: Tensor
+    hysteresis: Tensor
+    min_scale: Tensor
+    max_scale: Tensor
+
+
 def initial_state(rule: LossScale) -> LossScaleState:
     """Returns the state at the start of training, in plain Python numbers."""
     return LossScaleState(rule.initial_scale, 0, 0, 0)
 
 
 def next_state(
-    rule: LossScale, state: LossScaleState, finite: Tensor, xp: ModuleType
+    rule: LossScale | TensorRule, state: LossScaleState, finite: Tensor, xp: ModuleType
 ) -> LossScaleState:
     """Returns the state after one step, whose gradients were all `finite` or not.
 
-    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can
-    change after tracing. `xp` is the array library of `state` and `finite`, such as `keras.ops`
+    `xp` is the array library of `state` and `finite`, such as `keras.ops`
     or `numpy`; it needs `where`, `minimum` and `maximum`.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
@@ -226,7 +239,7 @@ def next_state(
 
 
 def _rescaled(
-    rule: DynamicLossScale, state: LossScaleState, finite: Tensor, xp: ModuleType
+    rule: DynamicLossScale | TensorRule, state: LossScaleState, finite: Tensor, xp: ModuleType
 ) -> LossScaleState:
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": an interval that is shortened below the count still takes effect.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -488,7 +487,8 @@ _ANGLES = re.compile(
 )
 # Adding n low tensors one after the other is off by at most n / 2 roundings.
 _FEW_INPUTS = 8
-_POLICIES = threading.RLock()
+# The attribute in which a layer holds its policy.
+_POLICY_OF_LAYER = "_dtype_policy"
 
 
 def turns_positions(layer: Layer) -> bool:
@@ -504,16 +504,26 @@ def adds_many(layer: Layer, inputs: Nest) -> bool:
     return adds and isinstance(inputs, list | tuple) and len(inputs) > _FEW_INPUTS
 
 
-@contextlib.contextmanager
-def computing_in_float32(layer: Layer) -> Iterator[None]:
-    """A context in which a layer that casts by its `compute_dtype` has that of float32."""
-    with _POLICIES:  # Replicas share the layer.
-        policy = layer.dtype_policy
-        layer.dtype_policy = keras.DTypePolicy("float32")
-        try:
-            yield
-        finally:
-            layer.dtype_policy = policy
+def call_in_float32(layer: Layer, method: Method, *args: Any, **kwargs: Any) -> Any:
+    """Calls a bound method of a layer that casts by its `compute_dtype`, with that of float32.
+
+    The method gets a view: an object of the same class and with the same attributes, except for
+    the policy. The layer, which other threads may call meanwhile, keeps its own; what the method
+    assigns to attributes of the view becomes the layer's.
+
+    Symbol: `Layer._dtype_policy`, a plain attribute.
+    """
+    keras_symbol(layer, _POLICY_OF_LAYER)
+    before = {**vars(layer), _POLICY_OF_LAYER: keras.DTypePolicy("float32")}
+    view = object.__new__(type(layer))  # `Layer.__new__` would wrap methods, for a new layer.
+    vars(view).update(before)
+    try:
+        return method.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
+    finally:
+        missing = object()
+        for name, value in vars(view).items():
+            if before.get(name, missing) is not value:
+                vars(layer)[name] = value
 
 
 def reading_in(layer: Layer, dtype: str) -> Reading:

@@ -528,6 +528,43 @@ def capture_into_graph(tensor: Tensor) -> Tensor:
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
 
+def call_at_calls(callback: Callable[[], object], key: str) -> None:
+    """Makes every eager call of the function being traced begin with a call of `callback`.
+
+    So do calls of functions around it, also of those that are traced later. One callback is
+    called for each key and function; nothing else in the process is changed. A loaded copy of a
+    saved function does not call it.
+
+    Symbols: `FuncGraph`, its `capture`, and its `capture_call_time_value`, by which a function
+    captures a value anew at every call. It captures a bool that no op takes: without a value,
+    saved functions would count their captures wrongly.
+    """
+    graph, outer = None, tf.compat.v1.get_default_graph()
+    function_graph = private("framework.func_graph:FuncGraph")
+    while isinstance(outer, function_graph):  # Bodies of loops and branches are inside.
+        graph, outer = outer, outer.outer_graph
+    if graph is None:
+        return  # A graph of TensorFlow 1, which is run, not called.
+    value = _true()
+
+    def called() -> Tensor:
+        callback()
+        return value
+
+    # Saving stores what is captured at once, and finds the value of a call there.
+    with graph.as_default():
+        private_symbol(graph, "capture")(value)
+        capture = private_symbol(graph, "capture_call_time_value")
+        capture(called, tf.TensorSpec((), "bool"), key=key, default_value=value)
+
+
+@functools.cache
+def _true() -> Tensor:
+    """A constant of eager mode; one object, by which saving recognizes it."""
+    with tf.init_scope():
+        return tf.constant(True)
+
+
 def registered_gradient(name: str) -> Method:
     """Returns the gradient function registered under a name; raises a LookupError without one.
 

@@ -172,7 +172,13 @@ def _compute_in_float32(layer: Layer, layer_class: type[Layer], applies: _Applie
 
 
 def _compute_angles_in_float32(layer: Layer) -> None:
-    """Makes a layer compute angles of exact positions in float32, with low outputs."""
+    """Makes a layer compute angles of exact positions in float32, with low outputs.
+
+    A `call` that was replaced in this layer alone is left alone. It holds the layer, and no
+    other can be passed to it.
+    """
+    if "call" in vars(layer):
+        return
     _uncast(layer)
 
     def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
@@ -180,8 +186,8 @@ def _compute_angles_in_float32(layer: Layer) -> None:
         if dtype not in LOW_PRECISION:
             return original(*args, **kwargs)
         args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
-        with keras_hooks.computing_in_float32(layer), keras_hooks.reading_variables_in(None):
-            outputs = original(*args, **kwargs)
+        with keras_hooks.reading_variables_in(None):
+            outputs = keras_hooks.call_in_float32(layer, original, *args, **kwargs)
         return layer_dtypes.lowered(outputs, dtype)
 
     wrap_method(layer, "call", call)
@@ -342,6 +348,8 @@ def guard_kernels(layer: Layer) -> None:
     is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
     if is_plain and isinstance(layer, _WITHOUT_SUMS):
         return
+    if keras_hooks.turns_positions(layer):
+        return  # `_compute_angles_in_float32` needs the method of the layer itself.
     # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
     for name in keras_hooks.methods_of_call(layer):
         if not is_wrapped_by(layer, name, _call_guarded):

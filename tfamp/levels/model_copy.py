@@ -34,7 +34,8 @@ Generator: TypeAlias = Any
 # Regularizes or constrains a weight.
 WeightFunction: TypeAlias = Callable[[Variable], Tensor]
 
-_rebuilding = threading.Lock()
+# Reentrant: a class of a user may prepare a model in its `from_config`.
+_rebuilding = threading.RLock()
 
 
 def copy_model(

@@ -337,6 +337,17 @@ def find_profile() -> FoundProfile:
         return _measured(facts, None if choice else cache_folder() / name)
 
 
+def key_of_found(profile: MachineProfile) -> str:
+    """Returns a text for a profile that `find_profile` returned, the same in every process.
+
+    Every measurement of a machine has digits of its own. What it is of, `machine_facts`, is the
+    same.
+    """
+    is_measured = os.environ.get(VARIABLE, "") in ("", "measure")
+    # A machine that cannot be measured has the built-in figures.
+    return "measured" if is_measured and profile != _built_in("").profile else repr(profile)
+
+
 def machine_facts() -> dict[str, str]:
     """Returns the facts that the speed of this machine depends on, by name."""
     import tensorflow as tf

@@ -3,14 +3,17 @@
 The name of a file is a hash of the program, the versions, the hardware and the arguments of
 `tune`. The program is a graph or, without a trace of seconds, the configuration of a Keras
 model. In the file are times and errors of the candidates. Nothing else of the program is
-stored.
+stored. Of more than `_MOST_FILES` files, those that were not used for the longest time are
+deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import types
 import warnings
@@ -38,7 +41,9 @@ from tfamp.rewriting.tune_report import TuneRow
 _Plain: TypeAlias = Any  # A value that JSON can hold.
 
 # Increased when the contents of a file, or the measurement, change.
-_FORMAT = 3
+_FORMAT = 4
+# A choice: of 1 kB each, and more than the programs that one user tunes at a time.
+_MOST_FILES = 256
 # Attributes that the time of an op does not depend on.
 _IGNORED = ("shared_name", "seed", "seed2")
 # Keys of a Keras configuration that have names of layers, and classes that run what is not in
@@ -91,7 +96,10 @@ def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
         (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
         source = f"measured before, kept in {path}"
         dropped, unseeded = tuple(fields["dropped"]), tuple(fields["unseeded"])
-        return Choice(rows, int(fields["rounds"]), dropped, unseeded, source)
+        choice = Choice(rows, int(fields["rounds"]), dropped, unseeded, source)
+        with contextlib.suppress(OSError):  # Another user's, or in a read-only folder.
+            os.utime(path)  # It is in use, so `_delete_unused` deletes others first.
+        return choice
     except OSError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -108,7 +116,26 @@ def keep_choice(path: Path | None, choice: Choice) -> Choice:
     text = json.dumps({**fields, "rows": [dataclasses.asdict(row) for row in choice.rows]})
     costs = "The choice of tune cannot be kept, so the next start of the program measures again"
     source = keep_in_cache(path, text, costs, f'set {hardware.CACHE_VARIABLE} to "off"')
+    _delete_unused(path)
     return choice._replace(source=source)
+
+
+def _delete_unused(newest: Path) -> None:
+    """Deletes the choices that were not used for the longest time, if there are too many.
+
+    A file that another process is about to read costs that process a measurement. One that
+    cannot be deleted stays.
+    """
+    used: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):  # There is no folder.
+        for path in newest.parent.glob("choice-*.json"):
+            with contextlib.suppress(OSError):  # Another process has deleted it.
+                used.append((path.stat().st_mtime, path))
+    used.sort()
+    # The clock of a shared folder may differ from that of this machine.
+    for _, path in [each for each in used if each[1] != newest][: -(_MOST_FILES - 1)]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _hash(value: _Plain) -> str:

@@ -93,11 +93,13 @@ class Candidate:
         name: Its name in the report.
         function: A `tf.function` for tuning alone.
         best: The function to use afterwards, if it is not `function`.
+        key: Its options, as a text that is the same in every process.
     """
 
     name: str
     function: Function
     best: Function = None
+    key: str = ""
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tfamp.core.kinds import Function, Nest
 from tfamp.core.options import PLACEMENTS
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
-from tfamp.machine.hardware import find_profile
+from tfamp.machine.hardware import find_profile, key_of_found
 from tfamp.planning.options import RewriteOptions, check_choice, strings
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import low_dtype
@@ -155,17 +155,25 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
+    given, key = options, ""
     if options.profile is None and set(placed) - {"lists"}:
         # With one profile all candidates share the graph after the first passes.
         with function_state.kept_random_states():
             options = dataclasses.replace(options, profile=find_profile().profile)
+        key = key_of_found(options.profile)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     as_it_is = fn if isinstance(fn, kinds) else TracedFunction.of(fn).unchanged()
     # Its graph is that of the trace which all candidates share.
-    float32 = RewrittenFunction(fn, dataclasses.replace(options, dtype=FLOAT32))
-    settings = {name: dataclasses.replace(options, placement=name) for name in placed}
-    rewritten = [Candidate(name, RewrittenFunction(fn, settings[name])) for name in placed]
-    return [Candidate(FLOAT32, float32, as_it_is), *rewritten]
+    changes = {FLOAT32: {"dtype": FLOAT32}} | {name: {"placement": name} for name in placed}
+    return [
+        Candidate(
+            name,
+            RewrittenFunction(fn, dataclasses.replace(options, **change)),
+            as_it_is if name == FLOAT32 else None,
+            f"{dataclasses.replace(given, **change)!r} {key}",
+        )
+        for name, change in changes.items()
+    ]
 
 
 def compare_candidates(
@@ -258,18 +266,15 @@ class _Subject:
 
         Choices with the user's own op lists or calibration data are not kept.
         """
-        settings = {
-            candidate.name: getattr(candidate.function, "settings", None)
-            for candidate in self.candidates
-        }
-        options = filter(None, settings.values())
-        if any(option.op_lists or option.calibration for option in options):
+        settings = [getattr(each.function, "settings", None) for each in self.candidates]
+        if any(option.op_lists or option.calibration for option in settings if option):
             return None
         program = self.program
         if not program:
             trace = self.candidates[0].function.get_concrete_function(*self.args)
             program = fingerprint(trace.graph.as_graph_def(add_shapes=True))
-        arguments = {"candidates": settings, "limits": limits, "kept": self.kept}
+        keys = {candidate.name: candidate.key for candidate in self.candidates}
+        arguments = {"candidates": keys, "limits": limits, "kept": self.kept}
         return choice_file(program, arguments)
 
 

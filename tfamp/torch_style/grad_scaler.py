@@ -20,8 +20,11 @@ from tfamp.core import options
 from tfamp.core.dtypes import float_format
 from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import (
+    LossScaleState,
+    TensorRule,
     checked_backoff_factor,
     checked_growth_factor,
+    next_state,
 )
 from tfamp.core.options import checked_scale
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
@@ -283,15 +286,25 @@ class GradScaler(tf.Module):
 
     def _follow_the_rule(self, finite: Tensor) -> None:
         """Updates the scale after an iteration with finite gradients or not."""
-        good = tf.where(finite, self._growth_tracker + 1, 0)
-        # ">=", not "==": an interval made shorter than the count still takes effect.
-        grows = good >= self._growth_interval
-        growth, backoff = as_tensor(self._growth_factor), as_tensor(self._backoff_factor)
-        factor = tf.where(finite, tf.where(grows, growth, 1.0), backoff)
-        scale = tf.cast(tf.cast(self._scale, "float64") * factor, "float32")
-        scale = tf.where(tf.math.is_inf(scale), self._scale, tf.maximum(scale, _FLOAT32.tiny))
-        self._scale.assign(scale)
-        self._growth_tracker.assign(tf.where(grows, tf.zeros_like(good), good))
+        zero = tf.zeros_like(self._growth_tracker)
+        scale = tf.cast(self._scale, "float64")
+        before = LossScaleState(scale, as_tensor(self._growth_tracker), zero, zero)
+        after = next_state(self._rule(scale), before, finite, keras.ops)
+        self._scale.assign(tf.cast(after.scale, "float32"))
+        self._growth_tracker.assign(after.good_steps)
+
+    def _rule(self, scale: Tensor) -> TensorRule:
+        """PyTorch's rule, with a lower bound. A scale that would grow to inf keeps its value."""
+        growth = as_tensor(self._growth_factor)
+        overflows = tf.math.is_inf(tf.cast(scale * growth, "float32"))
+        return TensorRule(
+            growth_factor=tf.where(overflows, tf.ones_like(growth), growth),
+            backoff_factor=as_tensor(self._backoff_factor),
+            growth_steps=as_tensor(self._growth_interval),
+            hysteresis=1,
+            min_scale=_FLOAT32.tiny,
+            max_scale=_FLOAT32.max,
+        )
 
     def get_scale(self) -> Any:
         """The current scale, a scalar float32 tensor; 1 if not enabled."""

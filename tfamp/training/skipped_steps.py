@@ -1,13 +1,15 @@
 """One warning where every step is skipped, which otherwise only the counters show.
 
 Reading a counter waits for the device, so steps are counted on the host, in eager mode and by
-calls of the `tf.function` that applies gradients, and a counter is read between steps when it
-can have reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads
-follow after 1, 2, 4, 8 and 16 calls, as a call may run many steps.
+calls of the functions that apply gradients, and a counter is read between steps when it can have
+reached twenty: after c skipped steps in a row, 20 - c steps later. The first reads follow after
+1, 2, 4, 8 and 16 calls, as a call may run many steps. A call of a function counts when the next
+one begins: the trace holds a value that is asked for at the start of every call.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -19,7 +21,8 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.kinds import Function, Model, Optimizer
+from tfamp.core.kinds import Model, Optimizer
+from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import as_tensor
 from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.scaling import build_optimizer
@@ -35,52 +38,44 @@ _Method: TypeAlias = Callable[..., Any]
 
 @dataclass
 class _Watch:
-    """The steps counted on the host, the step after which to read, and what was warned of."""
+    """The steps counted on the host, the step after which to read, and what was warned of.
+
+    `has_call` is whether a function that takes steps has been called.
+    """
 
     steps: int = 0
     due: int = 1
+    has_call: bool = False
     warned_of_many: bool = False
     warned_of_fit: bool = False
 
 
 _watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
-# Functions that are called or traced now, in any thread: a strategy traces replicas in threads.
-_running: list[Function] = []
-_Optimizers: TypeAlias = weakref.WeakSet[Optimizer]
-# By function, the optimizers whose gradients it applies.
-_optimizers_of: weakref.WeakKeyDictionary[Function, _Optimizers] = weakref.WeakKeyDictionary()
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Makes `fit` and calls of functions check for skipped steps while an optimizer exists."""
+    """Makes `fit` check for skipped steps while an optimizer exists."""
     _hooks.acquire()
     weakref.finalize(optimizer, _hooks.release).atexit = False
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Counts an eager step; while functions are traced, notes that they hold one."""
+    """Counts an eager step; of a function that is being traced, the steps of all its calls."""
     if not tf.executing_eagerly():
-        for function in list(_running):
-            _optimizers_of.setdefault(function, weakref.WeakSet()).add(optimizer)
+        begin = functools.partial(_begin_call, weakref.ref(optimizer))
+        tf_private.call_at_calls(begin, f"tfamp_steps_{id(optimizer)}")
     elif not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
         _count_step(optimizer)
 
 
-def _trace(original: _Method, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of a `tf.function` that may trace it."""
-    _running.append(function)
-    try:
-        return original(function, *args, **kwargs)
-    finally:
-        _running.remove(function)
-
-
-def _call(original: _Method, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Calls a `tf.function`: a step of the optimizers in it."""
-    result = _trace(original, function, *args, **kwargs)
-    for optimizer in list(_optimizers_of.get(function, ())):
-        note_step(optimizer)
-    return result
+def _begin_call(reference: weakref.ref[Optimizer]) -> None:
+    """Counts the step of the call before this one, which has run or waits for the device."""
+    optimizer = reference()
+    if optimizer is not None:
+        watch = _watches.setdefault(optimizer, _Watch())
+        if watch.has_call:
+            _count_step(optimizer)
+        watch.has_call = True
 
 
 def _count_step(optimizer: Optimizer) -> None:
@@ -114,7 +109,7 @@ def _counting(model: Model) -> list[Optimizer]:
     ]
 
 
-_hooks = Patch(fit=_fit, function_call=_call, function_trace=_trace)
+_hooks = Patch(fit=_fit)
 
 
 class _SkipWatch(keras.callbacks.Callback):
