@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from tfamp import kernel_guard
+from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
@@ -599,6 +599,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     def __enter__(self) -> autocast:
         # First, so that ops get there with the inputs that they run with.
         guard = kernel_guard.enter(is_on=self._mode is not None)
+        state_guard.hooks.acquire()
         hooks.acquire()
         block = current_modes.block(self._mode)
         block.guard = guard
@@ -609,6 +610,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     def __exit__(self, *exception: object) -> None:
         block = current_modes.leave_one(self._entered, "autocast")
         hooks.release()
+        state_guard.hooks.release()
         kernel_guard.leave(block.guard)
 
     def __call__(self, function: _Callable) -> _Callable:
