@@ -58,7 +58,7 @@ def assign_in_place(original: Method, variable: Variable, value: Any) -> Any:
 
 def assign(original: Method, variable: Variable, value: Any) -> Any:
     """Assigns a variable; warns of one that may have been computed from a low read of itself."""
-    layer_name = vars(variable).get(_NOT_TRACED)
+    layer_name = getattr(variable, _NOT_TRACED, None)
     if layer_name is not None and keras_hooks.reads_low(variable):
         _warn(variable, layer_name, "its call runs in eager mode only, so tfamp cannot tell")
     return original(variable, value)
@@ -99,13 +99,14 @@ def settle(layer: Layer, call: Method, args: Any, kwargs: Any, *, same_dtypes: b
     if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
         return  # Keras traces the call itself, and comes here again.
     owned = filter(keras_hooks.reads_low, keras_hooks.state_of(layer))
-    kind = _kind(args, kwargs)
-    unknown = [v for v in owned if kind not in vars(v).get(_TRACED_FOR, ())]
+    kind = same_dtypes, _kind(args, kwargs)
+    unknown = [v for v in owned if kind not in getattr(v, _TRACED_FOR, ())]
     if not unknown:
         return
     with _lock, _tracing():
         for variable in unknown:
-            vars(variable).setdefault(_TRACED_FOR, set()).add(kind)
+            kinds: frozenset[Hashable] = getattr(variable, _TRACED_FOR, frozenset())
+            setattr(variable, _TRACED_FOR, kinds | {kind})
         _settle(layer, unknown, lambda: call(*args, **kwargs), same_dtypes)
 
 
@@ -134,7 +135,7 @@ def _settle(
     found = low or _tried(run, variables, read_exactly=variables)
     if found is None:
         for variable in variables:
-            vars(variable).setdefault(_NOT_TRACED, layer.name)
+            setattr(variable, _NOT_TRACED, layer.name)
         return
 
     def works(read_exactly: Sequence[Variable]) -> bool:
@@ -220,9 +221,9 @@ def _is_made_of(value: Tensor, source: Tensor) -> bool:
 
 
 def _warn(variable: Variable, layer_name: str, reason: str) -> None:
-    if vars(variable).get(_WARNED):
+    if getattr(variable, _WARNED, False):
         return
-    vars(variable)[_WARNED] = True
+    setattr(variable, _WARNED, True)
     dtype = keras_hooks.reading_dtype()
     warnings.warn(
         f"{layer_name} computes the next value of its variable {variable.path!r} from the last "

@@ -410,3 +410,10 @@ def test_saved_functions_have_their_signatures_with_defaults_and_saveable_ones_r
         signature = tf_private.function_signature(each.fn)
         assert str(signature) == "(x, flag=False, *, bias=None)"
     assert loaded.saveable(x).numpy().tolist() == [2.0, 2.0]
+
+
+def test_a_scratch_graph_takes_tensors_from_outside_and_runs_nothing():
+    variable, outside = tf.Variable(1.0), tf.constant(2.0)
+    with tf_private.scratch_graph():
+        variable.assign(tf_private.placeholder("float32", ()) + outside)
+    assert float(variable) == 1
