@@ -309,3 +309,78 @@ def test_a_compiled_metric_that_cannot_be_copied_is_named():
     with pytest.raises(ValueError, match="metric 'gap' .Weighted. cannot be copied.*get_config"):
         tfamp.prepare(model, level="O3", dtype="bfloat16")
     assert model.layers[0].compute_dtype == "float32"
+
+
+class Averaged(keras.layers.Layer):
+    """An average that the layer around it updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = self.add_weight(shape=(), trainable=False, initializer="zeros", name="avg")
+
+    def update(self, value):
+        self.average.assign(0.999 * self.average + 0.001 * value)
+
+    def call(self, x):
+        return x
+
+
+class Block(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.averaged, self.dense = Averaged(), keras.layers.Dense(4)
+
+    def call(self, x):
+        self.averaged.update(2.0)
+        return self.dense(self.averaged(x))
+
+
+class Counted(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.counter = self.add_weight(shape=(), trainable=False, initializer="zeros", name="n")
+        self.block, self.head = Block(), keras.layers.Dense(1)
+
+    def call(self, x):
+        self.counter.assign(self.counter + 1.0)
+        return self.head(self.block(x))
+
+
+def test_state_of_models_and_of_sublayers_whose_methods_are_called():
+    with tfamp.policy_scope("mixed_bfloat16"):
+        model = Counted()
+    step = tf.function(lambda x: model(x))
+    for _ in range(CALLS):
+        step(tf.constant(BATCH))
+    assert model.counter.numpy() == CALLS
+    np.testing.assert_allclose(
+        model.block.averaged.average.numpy(), 2 * (1 - 0.999**CALLS), rtol=1e-5
+    )
+
+
+def test_state_under_a_strategy_and_a_tape():
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    with strategy.scope(), tfamp.policy_scope("mixed_bfloat16"):
+        model = Counted()
+        model.compile(keras.optimizers.SGD(0.0), loss="mse")
+    model.fit(tf.data.Dataset.from_tensors((BATCH, BATCH[:, :1])).repeat(CALLS), verbose=0)
+    assert model.counter.numpy() == CALLS
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(BATCH))
+    assert None not in tape.gradient(loss, model.trainable_variables)
+
+
+def test_state_of_a_call_that_only_eager_mode_runs_is_read_low_with_a_warning():
+    class Eager(Averaged):
+        def call(self, x):
+            if float(tf.reduce_sum(x)) > 0:
+                self.average.assign(self.average + 1.0)
+            return x
+
+    with tfamp.policy_scope("mixed_bfloat16"):
+        layer = Eager()
+    with pytest.warns(tfamp.TfampWarning, match="avg.*eager mode only.*autocast=False") as caught:
+        layer(BATCH)
+        layer(BATCH)
+    assert len(caught) == 1
+    assert layer.average.numpy() == 2
