@@ -96,13 +96,15 @@ def settle(layer: Layer, call: Method, args: Any, kwargs: Any, *, same_dtypes: b
             keras_hooks.read_as_stored(variable)
     if keras_hooks.is_of_keras(layer) or not keras_hooks.runs_tensorflow():
         return
-    if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
-        return  # Keras traces the call itself, and comes here again.
-    owned = filter(keras_hooks.reads_low, keras_hooks.state_of(layer))
+    owned = [v for v in keras_hooks.state_of(layer) if keras_hooks.reads_low(v)]
+    if not owned:
+        return
     kind = same_dtypes, _kind(args, kwargs)
     unknown = [v for v in owned if kind not in getattr(v, _TRACED_FOR, ())]
     if not unknown:
         return
+    if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
+        return  # Keras traces the call itself, and comes here again.
     with _lock, _tracing():
         for variable in unknown:
             kinds: frozenset[Hashable] = getattr(variable, _TRACED_FOR, frozenset())

@@ -542,9 +542,16 @@ def reading_dtype() -> str | None:
 
     Symbol: `keras.src.backend.common.variables.get_autocast_scope`.
     """
-    scope = foreign(f"{_VARIABLES}:get_autocast_scope")()
+    scope = _scope_in_force()()
     dtype: str | None = None if scope is None else scope.dtype
     return dtype
+
+
+@functools.cache
+def _scope_in_force() -> Callable[[], Any]:
+    """Returns the function, found once: it is called for every call of a layer."""
+    found: Callable[[], Any] = foreign(f"{_VARIABLES}:get_autocast_scope")
+    return found
 
 
 def reads_low(variable: Variable) -> bool:
@@ -553,7 +560,7 @@ def reads_low(variable: Variable) -> bool:
     Symbols: `Variable._dtype`, as the public dtype is the one that it is read in, and
     `Variable._autocast`.
     """
-    if reading_dtype() not in LOW_PRECISION or not keras_symbol(variable, "_autocast"):
+    if not keras_symbol(variable, "_autocast") or reading_dtype() not in LOW_PRECISION:
         return False
     return bool(keras_symbol(variable, "_dtype") == "float32")
 
