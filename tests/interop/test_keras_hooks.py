@@ -321,3 +321,36 @@ def test_gradients_are_left_out_and_clipped_as_keras_does(variables):
 def test_a_private_symbol_that_is_missing_is_named():
     with pytest.raises(tfamp.UnsupportedVersionError, match="_inner_optimizers"):
         keras_hooks.inner_optimizers(keras.optimizers.SGD())
+
+
+class Counting(keras.layers.Layer):
+    """A layer with a weight and a counter."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(2,), name="weight")
+        self.counter = self.add_weight(shape=(), trainable=False, name="counter")
+
+
+def test_state_is_what_was_created_not_to_be_trained():
+    layer = Counting()
+    layer.build((2, 2))
+    layer.trainable = False
+    assert keras_hooks.state_of(layer) == [layer.counter]
+    assert not keras_hooks.is_of_keras(layer)
+    assert keras_hooks.is_of_keras(keras.layers.Dense(1))
+
+
+def test_a_variable_is_read_low_in_a_low_scope_unless_it_is_read_as_stored():
+    layer = Counting()
+    layer.build((2, 2))
+    assert keras_hooks.reading_dtype() is None
+    assert not keras_hooks.reads_low(layer.counter)
+    with keras_hooks.reading_variables_in("bfloat16"):
+        assert keras_hooks.reading_dtype() == "bfloat16"
+        assert keras_hooks.reads_low(layer.counter)
+        with keras_hooks.read_as_stored_in([layer.counter]):
+            assert layer.counter.value.dtype == "float32" == layer.counter.dtype
+        assert layer.counter.value.dtype == "bfloat16"
+        keras_hooks.read_as_stored(layer.counter)
+        assert layer.counter.value.dtype == "float32"
+        assert layer.weight.value.dtype == "bfloat16"

@@ -430,3 +430,10 @@ def test_calls_of_a_function_and_of_those_around_it_call_back_once():
     with tf.Graph().as_default():
         tf_private.call_at_calls(lambda: calls.append(1), "key")
     assert len(calls) == 5
+
+
+def test_a_scratch_graph_takes_tensors_from_outside_and_runs_nothing():
+    variable, outside = tf.Variable(1.0), tf.constant(2.0)
+    with tf_private.scratch_graph():
+        variable.assign(tf_private.placeholder("float32", ()) + outside)
+    assert float(variable) == 1

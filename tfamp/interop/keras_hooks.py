@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedBackendError
 from tfamp.core.kinds import (
     Functional,
@@ -561,6 +562,71 @@ def reading_variables_in(dtype: str | None) -> Reading:
     """
     reading: Reading = foreign(f"{_VARIABLES}:AutocastScope")(dtype)
     return reading
+
+
+def reading_dtype() -> str | None:
+    """The dtype in which variables are read here; None for the dtype that each one has.
+
+    Symbol: `keras.src.backend.common.variables.get_autocast_scope`.
+    """
+    scope = _scope_in_force()()
+    dtype: str | None = None if scope is None else scope.dtype
+    return dtype
+
+
+@functools.cache
+def _scope_in_force() -> Callable[[], Any]:
+    """Returns the function, found once: it is called for every call of a layer."""
+    found: Callable[[], Any] = foreign(f"{_VARIABLES}:get_autocast_scope")
+    return found
+
+
+def reads_low(variable: Variable) -> bool:
+    """Whether a float32 variable is read in a low dtype here.
+
+    Symbols: `Variable._dtype`, as the public dtype is the one that it is read in, and
+    `Variable._autocast`.
+    """
+    if not keras_symbol(variable, "_autocast") or reading_dtype() not in LOW_PRECISION:
+        return False
+    return bool(keras_symbol(variable, "_dtype") == "float32")
+
+
+def read_as_stored(variable: Variable) -> None:
+    """Makes layers read a variable in the dtype that it has. Symbol: `Variable._autocast`.
+
+    As `add_weight(autocast=False)` does, which is public for new variables only.
+    """
+    keras_symbol(variable, "_autocast")
+    variable._autocast = False
+
+
+@contextlib.contextmanager
+def read_as_stored_in(variables: Sequence[Variable]) -> Iterator[None]:
+    """Returns a context in which layers read variables in the dtype that these have."""
+    before = [keras_symbol(variable, "_autocast") for variable in variables]
+    for variable in variables:
+        read_as_stored(variable)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable._autocast = value
+
+
+def state_of(layer: Layer) -> list[Variable]:
+    """The variables of a layer and its sublayers that were created not to be trained.
+
+    Symbol: `Layer._non_trainable_variables`; the public list has frozen weights, too. Of the
+    sublayers inside sublayers it has none.
+    """
+    holders = [layer, *sublayers(layer)]
+    return [v for held in holders for v in keras_symbol(held, "_non_trainable_variables")]
+
+
+def is_of_keras(layer: Layer) -> bool:
+    """Whether Keras itself defines the layer's class."""
+    return type(layer).__module__.partition(".")[0] == "keras"
 
 
 def keras_symbol(owner: Any, name: str) -> Any:

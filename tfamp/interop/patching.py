@@ -36,6 +36,9 @@ _KERAS_AND_PUBLIC = (
     ("layer_call", "keras.layers:Layer.__call__"),
     ("functional_init", "keras.src.models.functional:Functional.__init__"),
     ("variable_init", "keras.src.backend.common.variables:Variable.__init__"),
+    ("assign", "keras.src.backend.common.variables:Variable.assign"),
+    ("assign_in_place", "keras.src.backend.common.variables:Variable.assign_add"),
+    ("assign_in_place", "keras.src.backend.common.variables:Variable.assign_sub"),
     ("batch_normalization", "keras.layers:BatchNormalization.call"),
     # Called by a layer once it has chosen the dtype in which it reads its variables.
     ("operation_call", "keras:Operation.__call__"),

@@ -16,7 +16,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import tensorflow as tf
@@ -646,3 +646,18 @@ def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
 def as_written(method: _Method) -> _Method:
     """Excludes a method from AutoGraph, which converts all code that a `tf.function` calls."""
     return tf.autograph.experimental.do_not_convert(method)
+
+
+@contextlib.contextmanager
+def scratch_graph() -> Iterator[None]:
+    """Returns a context that traces ops into a graph which is thrown away.
+
+    Symbol: `framework.func_graph.FuncGraph`; a `tf.Graph` does not take tensors from outside.
+    """
+    with private("framework.func_graph:FuncGraph")("scratch").as_default():
+        yield
+
+
+def placeholder(dtype: str, shape: Any) -> Tensor:
+    """A tensor without a value in the graph that is being traced."""
+    return tf.compat.v1.placeholder(dtype, shape)

@@ -17,7 +17,7 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.kinds import KerasPolicy, Layer, Nest, Tensor
-from tfamp.interop.keras_hooks import copy_annotations
+from tfamp.interop.keras_hooks import copy_annotations, is_of_keras
 
 # Attribute of a low tensor: the float32 tensor that it was cast from.
 _EXACT = "_tfamp_float32"
@@ -25,7 +25,7 @@ _EXACT = "_tfamp_float32"
 
 def is_built_in(layer: Layer) -> bool:
     """Whether Keras itself defines the layer's class."""
-    return type(layer).__module__.partition(".")[0] == "keras"
+    return is_of_keras(layer)
 
 
 def policy_of(layer: Layer) -> KerasPolicy:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfamp import kernel_guard
+from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
@@ -359,7 +359,8 @@ def guard_kernels(layer: Layer) -> None:
 def _call_guarded(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
     if layer.compute_dtype not in LOW_PRECISION:
         return original(*args, **kwargs)
-    with kernel_guard.guarded():
+    with kernel_guard.guarded(), state_guard.guarded():
+        state_guard.settle(layer, original, args, kwargs, same_dtypes=True)
         return original(*args, **kwargs)
 
 

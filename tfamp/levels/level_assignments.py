@@ -175,6 +175,8 @@ def apply_policy(
         if assignment.policy_name != "float32":
             layer_dtypes.give_policy(layer, assignment.policy_name)
         model_calls.manage(layer, policy, assignment)
+        # Before its output is computed, which may show what state it updates.
+        model_calls.guard_kernels(layer)
         if not layer.built:
             _build_under(layer, policy)
     for functional, owner in functionals_of(model):

@@ -22,11 +22,11 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.foreign import described
-from tfamp.core.kinds import Layer, Model, Optimizer
+from tfamp.core.kinds import Layer, Method, Model, Nest, Optimizer
 from tfamp.core.loss_scale import LossScale
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import level_of_user
+from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, model_roles
 from tfamp.layers.assignment import Assignment, Before, assigned_to_copy, assignments
@@ -325,6 +325,7 @@ def _finish(
     if level.level != "O0":
         for layer in layers_of(model):
             protect_values(layer)
+        wrap_method(model, "compute_metrics", _metrics_of_float32)
     prepared_optimizer.wrap_compile(model, level)
     model_structure.drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
@@ -339,6 +340,17 @@ def _finish(
             NothingConvertedWarning,
             stacklevel=level_of_user(),
         )
+
+
+def _metrics_of_float32(
+    original: Method, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest = None
+) -> dict[str, Any]:
+    """Computes metrics of float32 predictions: a user's may subtract them from float32 labels.
+
+    Keras's metrics cast them themselves; at level O3 predictions are low.
+    """
+    exact = keras.tree.map_structure(layer_dtypes.in_float32, y_pred)
+    return dict(original(x, y, exact, sample_weight))
 
 
 # ---- Weights of another dtype ----------------------------------------------------------------

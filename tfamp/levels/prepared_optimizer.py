@@ -327,7 +327,19 @@ def compile_like(model: Model, other: Model, optimizer: Optimizer | None) -> Non
 def _copied_metric(metric: Any) -> Any:
     if not isinstance(metric, keras.Metric):
         return metric  # a name or a function
-    return type(metric).from_config(metric.get_config())
+    config, accepted = metric.get_config(), inspect.signature(type(metric)).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    if metric.dtype == "float32" and not takes_any and "dtype" not in accepted:
+        config.pop("dtype", None)  # Keras's get_config adds it for every metric.
+    try:
+        return type(metric).from_config(config)
+    except TypeError as error:
+        raise ValueError(
+            f"The compiled metric {metric.name!r} ({type(metric).__name__}) cannot be copied for "
+            f"the new model that stores its weights in another dtype: {error} Give its class a "
+            "get_config that returns the arguments of its constructor, or compile the model after "
+            "prepare instead of before."
+        ) from error
 
 
 def wrap_compile(model: Model, level: EffectiveLevel) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from tfamp import kernel_guard
+from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning, UnsupportedVersionError
 from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
@@ -628,6 +628,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         except UnsupportedVersionError:
             kernel_guard.leave(guard)
             raise
+        state_guard.hooks.acquire()
         block = current_modes.block(self._mode)
         block.guard = guard
         self._entered.append(block)
@@ -637,6 +638,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     def __exit__(self, *exception: object) -> None:
         block = current_modes.leave_one(self._entered, "autocast")
         hooks.release()
+        state_guard.hooks.release()
         kernel_guard.leave(block.guard)
 
     def __call__(self, function: _Callable) -> _Callable:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfamp import state_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import DType, Nest, Operand, Operation, Tensor
 from tfamp.interop import keras_hooks, patching
@@ -221,6 +222,8 @@ def operation_call(
     is_exact = keras_hooks.turns_positions(operation) or keras_hooks.adds_many(operation, inputs)
     if operation.quantization_mode is None and not is_exact:
         with keras_hooks.reading_in(operation, mode.dtype):
+            # Mixed dtypes are promoted, so that any state can be read in float32.
+            state_guard.settle(operation, operation.call, args, kwargs, same_dtypes=False)
             return original(operation, *args, **kwargs)
 
     def in_own_dtype(value: Operand) -> Operand:
