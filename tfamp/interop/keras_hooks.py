@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -517,14 +517,14 @@ def call_in_float32(layer: Layer, method: Method, *args: Any, **kwargs: Any) -> 
     keras_symbol(layer, _POLICY_OF_LAYER)
     before = {**vars(layer), _POLICY_OF_LAYER: keras.DTypePolicy("float32")}
     view = object.__new__(type(layer))  # `Layer.__new__` would wrap methods, for a new layer.
-    vars(view).update(before)
+    attributes: dict[str, Any] = view.__dict__
+    attributes.update(before)
     try:
         return method.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         missing = object()
-        for name, value in vars(view).items():
-            if before.get(name, missing) is not value:
-                vars(layer)[name] = value
+        changed = {k: v for k, v in attributes.items() if before.get(k, missing) is not v}
+        layer.__dict__.update(changed)
 
 
 def reading_in(layer: Layer, dtype: str) -> Reading:

@@ -132,8 +132,9 @@ def device_details(device: tf.config.PhysicalDevice) -> dict[str, Any]:
     if device not in devices:
         return {}
     details = "pywrap_tfe:TF_GetDeviceDetails"
-    found = attempt(lambda: private(details)(devices.index(device)), {}, "devices have no details.")
-    return dict(found)
+    nothing: dict[str, Any] = {}
+    lost = "devices have no details."
+    return dict(attempt(lambda: private(details)(devices.index(device)), nothing, lost))
 
 
 def runtime_has_started() -> bool:

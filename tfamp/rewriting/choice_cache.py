@@ -87,8 +87,10 @@ class Choice(NamedTuple):
 
 def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
     """Reads a choice among candidates; a damaged file is a warning and counts as missing."""
+    if path is None:
+        return None
     try:
-        fields = json.loads("null" if path is None else path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
         if fields is None:
             return None
         rows = tuple(map(TuneRow.of, fields["rows"]))

@@ -159,12 +159,13 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     if options.profile is None and set(placed) - {"lists"}:
         # With one profile all candidates share the graph after the first passes.
         with function_state.kept_random_states():
-            options = dataclasses.replace(options, profile=find_profile().profile)
-        key = key_of_found(options.profile)
+            found = find_profile().profile
+        options, key = dataclasses.replace(options, profile=found), key_of_found(found)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     as_it_is = fn if isinstance(fn, kinds) else TracedFunction.of(fn).unchanged()
     # Its graph is that of the trace which all candidates share.
-    changes = {FLOAT32: {"dtype": FLOAT32}} | {name: {"placement": name} for name in placed}
+    changes: dict[str, dict[str, Any]] = {FLOAT32: {"dtype": FLOAT32}}
+    changes |= {name: {"placement": name} for name in placed}
     return [
         Candidate(
             name,
