@@ -60,15 +60,27 @@ WEIGHT_ROUNDINGS = ("stochastic", "split")
 SLOTS = ("bfloat16", "float16", "float32")
 
 
-def checked_word(name: str, value: object, words: Iterable[str]) -> str:
-    """Returns the word that equals `value`, ignoring case."""
-    expected = f"{name} must be one of {', '.join(map(repr, words))}"
-    if not isinstance(value, str):
-        raise TypeError(f"{expected}; got {value!r} of type {type(value).__name__}.")
-    known = {word.lower(): word for word in words}
-    if value.lower() not in known:
-        raise ValueError(f"{expected}; got {value!r}.")
-    return known[value.lower()]
+def checked_word(
+    name: str, value: object, words: Iterable[str], hint: str = "", *, exact: bool = False
+) -> str:
+    """Returns the word that equals `value`, ignoring case; errors name the words.
+
+    Args:
+        name: The argument, for errors.
+        value: What was given for it.
+        words: The allowed words.
+        hint: A sentence that ends errors.
+        exact: Whether case counts, and every other value, of whatever type, is a ValueError.
+    """
+    known = {word if exact else word.lower(): word for word in words}
+    expected = f"{name} must be one of {', '.join(known.values())}; got {value!r}"
+    # tf.float16 equals "float16" without being a string.
+    if not isinstance(value, str) and not exact:
+        raise TypeError(f"{expected} of type {type(value).__name__}.{hint}")
+    word = value if exact or not isinstance(value, str) else value.lower()
+    if not isinstance(word, str) or word not in known:
+        raise ValueError(f"{expected}.{hint}")
+    return known[word]
 
 
 def checked_pattern(name: str, pattern: str) -> re.Pattern[str]:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import nearest
+from tfamp.core.options import checked_word, nearest
 from tfamp.planning import op_sets
-from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice, strings
+from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, strings
 from tfamp.planning.structures import LOOPS, op_types
 
 _OP_SETS = (*COLORS, "as_given")
@@ -129,8 +129,8 @@ class OpLists(OpColors):
             >>> OpLists.default("bfloat16").color("Exp")
             'deny'
         """
-        check_choice("dtype", dtype, LOW_PRECISION)
-        check_choice("device", device, DEVICES)
+        checked_word("dtype", dtype, LOW_PRECISION, exact=True)
+        checked_word("device", device, DEVICES, exact=True)
         return default_lists(dtype, device)
 
     @staticmethod
@@ -153,8 +153,7 @@ class OpLists(OpColors):
             >>> OpLists.grappler("float16").color("FusedBatchNormV3")
             'infer'
         """
-        check_choice("dtype", dtype, LOW_PRECISION)
-        return _grappler_lists(dtype)
+        return _grappler_lists(checked_word("dtype", dtype, LOW_PRECISION, exact=True))
 
     @property
     def low(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
+from tfamp.core.options import checked_word
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph, collector_paused
@@ -32,7 +33,6 @@ from tfamp.planning.options import (
     GraphUse,
     OpColors,
     RewriteOptions,
-    check_choice,
 )
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import RewriteResult
@@ -101,7 +101,7 @@ def rewrite_graph_def(
             f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
             "For a concrete function it is `function.graph.as_graph_def()`."
         )
-    check_choice("dtype", dtype, LOW_PRECISION)
+    checked_word("dtype", dtype, LOW_PRECISION, exact=True)
     options = RewriteOptions(
         dtype=dtype,
         op_lists=op_lists,

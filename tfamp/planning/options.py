@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from tfamp.core import spelling
 from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
-from tfamp.core.options import PLACEMENTS, checked_pattern
+from tfamp.core.options import PLACEMENTS, checked_pattern, checked_word
 from tfamp.core.profile import MachineProfile
 from tfamp.planning import op_sets, structures
 from tfamp.planning.coloring import Updates
@@ -92,16 +92,18 @@ class RewriteOptions:
     def __post_init__(self) -> None:
         if self.dtype != structures.FLOAT32:
             hint = dtype_hint(self.dtype, LOW_PRECISION)
-            check_choice("dtype", self.dtype, LOW_PRECISION, hint)
-        check_choice("on_error", self.on_error, _ON_ERROR)
-        check_choice("device", self.device, DEVICES)
-        hint = " To measure which is the fastest, use tfamp.tune."
-        check_choice("placement", self.placement, PLACEMENTS, hint)
+            self._check("dtype", LOW_PRECISION, hint)
+        self._check("on_error", _ON_ERROR)
+        self._check("device", DEVICES)
+        self._check("placement", PLACEMENTS, " To measure which is the fastest, use tfamp.tune.")
         _check_types(self.op_lists, self.profile)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users only.
             object.__setattr__(self, name, strings(name, getattr(self, name)))
         self.patterns  # noqa: B018 -- It raises for an invalid regular expression.
+
+    def _check(self, name: str, words: Iterable[str], hint: str = "") -> None:
+        checked_word(name, getattr(self, name), words, hint, exact=True)
 
     @functools.cached_property
     def patterns(self) -> Mapping[str, tuple[re.Pattern[str], ...]]:
@@ -180,19 +182,13 @@ class GraphUse:
 
     def __post_init__(self) -> None:
         for name in ("fetches", "feeds"):
+            # The dataclass is frozen for its users only.
             object.__setattr__(self, name, strings(name, getattr(self, name)))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all fetches and feeds."""
         return (*self.fetches, *self.feeds)
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str], hint: str = "") -> None:
-    """Raises a ValueError that names the allowed values unless `value` is one."""
-    # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
 def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.kinds import Function, Nest
-from tfamp.core.options import PLACEMENTS
+from tfamp.core.options import PLACEMENTS, checked_word
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
 from tfamp.machine.hardware import find_profile, key_of_found
-from tfamp.planning.options import RewriteOptions, check_choice, strings
+from tfamp.planning.options import RewriteOptions, strings
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import low_dtype
 from tfamp.rewriting import function_state
@@ -149,7 +149,7 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     """
     chosen = tuple(dict.fromkeys((FLOAT32, *strings("candidates", names))))
     for name in chosen:
-        check_choice("candidates", name, (FLOAT32, *PLACEMENTS))
+        checked_word("candidates", name, (FLOAT32, *PLACEMENTS), exact=True)
     if not tf.executing_eagerly():
         raise RewriteError("Tuning runs functions: call it where no function is being traced.")
     if tf.config.functions_run_eagerly():
