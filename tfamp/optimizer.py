@@ -81,7 +81,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             neighbours at random, unbiased. "split", for bfloat16, stores the lower 16 bits of a
             float32 master next to the weight, its upper 16 bits: training equals
             `master_weights` bit for bit, in 4 bytes a weight instead of 6. float32 variables
-            are updated as usual. Supported by Keras's SGD, Adam, AdamW, Lion and Adafactor.
+            are updated as usual. Supported by Keras's SGD, Adam, AdamW, Lion, Nadam and
+            Adafactor.
         slots: With `weight_rounding`, the dtype of the inner optimizer's slots for
             low-precision variables: "bfloat16", "float16" or "float32"; the first two are
             rounded stochastically. None is "float32" for "split", else "bfloat16".
