@@ -391,7 +391,8 @@ def _nadam_momenta(optimizer: Optimizer) -> tuple[Tensor, Tensor, Tensor]:
 def _nadam_numbers(optimizer: Optimizer, rate: Tensor) -> tuple[Tensor, ...]:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
     now, later, product = _nadam_momenta(optimizer)
-    rests = _number(1 - optimizer.beta_1), _number(1 - optimizer.beta_2)
+    # In float32, as Keras does here: off by 1e-5 for 0.999, which its bias is off by, too.
+    rests = 1 - _number(optimizer.beta_1), 1 - _number(optimizer.beta_2)
     bias = 1 - tf.pow(_number(optimizer.beta_2), step)
     ahead, here = later / (1 - product * later), (1 - now) / (1 - product)
     return (rate, *rests, _number(optimizer.epsilon), ahead, here, bias)
