@@ -1,11 +1,15 @@
 """Compares what models with weights in 16 bits learn with float32.
 
     python -m benchmarks.learning [--models M ...] [--ways W ...] [--seeds N] [--small] [--markdown]
+    python -m benchmarks.learning --optimizers [all | O ...] [--seeds N] [--small] [--markdown]
 
 A character transformer learns with AdamW, LeNet-5 with Adam and with SGD and momentum, on data that
 are never used up: the standard library's source and scikit-learn's digits, shifted and with noise.
 Each way starts from the same weights and sees the same batches. Shown is the loss on batches that
 none has seen.
+
+With `--optimizers` a small network learns a regression under the pure policies "bfloat16" and
+"float16", with every optimizer of Keras in `tfamp.LossScaleOptimizer`, without and with masters.
 """
 
 from __future__ import annotations
@@ -183,6 +187,66 @@ def learn_all(
     return found
 
 
+# ---- Every optimizer, under a pure policy --------------------------------------------------------
+
+# Rates at which the regression is learnt in float32; 0.01 for the others.
+RATES = {
+    **{"Adadelta": 1.0, "Adafactor": 0.05, "Adagrad": 0.1, "Ftrl": 0.1, "SGD": 0.05},
+    **{"Adamax": 0.02, "Lion": 0.005},
+}
+_WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer")
+OPTIMIZERS = {
+    name: kind
+    for name, kind in sorted(vars(keras.optimizers).items())
+    if isinstance(kind, type)
+    and issubclass(kind, keras.optimizers.Optimizer)
+    and name not in _WRAPPERS
+}
+# Policy, and `master_weights` of the wrapper.
+PURE: tuple[tuple[str, bool | None], ...] = (
+    (FLOAT32, None),
+    *(("bfloat16", masters) for masters in (False, None)),
+    *(("float16", masters) for masters in (False, None)),
+)
+_REGRESSION_STEPS = 150
+
+
+def regression_loss(
+    name: str, policy: str, masters: bool | None, seed: int, steps: int = _REGRESSION_STEPS
+) -> float:
+    """The float32 mean squared error after training with an optimizer under a policy."""
+    keras.utils.set_random_seed(seed)
+    with tfamp.policy_scope(policy):
+        hidden = layers.Dense(16, "relu")
+        model = keras.Sequential([keras.Input((8,)), hidden, layers.Dense(1)])
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((64, 8)).astype("float32")
+    y = (x @ random.standard_normal((8, 1)) / 3).astype("float32")
+    inner = OPTIMIZERS[name](RATES.get(name, 0.01))
+    optimizer = tfamp.LossScaleOptimizer(inner, master_weights=masters)
+    model.compile(optimizer, "mse", auto_scale_loss=False, jit_compile=False)
+    # One epoch of equal batches: epochs of one batch each take longer than their steps.
+    repeated = (np.tile(each, (steps, 1)) for each in (x, y))
+    model.fit(*repeated, batch_size=len(x), shuffle=False, verbose=0)
+    return float(np.mean(np.square(keras.ops.convert_to_numpy(model(x)).astype("float32") - y)))
+
+
+def optimizers_table(names: Sequence[str], seeds: int, steps: int) -> Table:
+    """The losses of optimizers: a row for each, the means over all seeds."""
+    rows = []
+    with reporting("runs", len(names) * len(PURE) * seeds) as progress:
+        for name in names:
+            cells = []
+            for policy, masters in PURE:
+                progress(f"{name}, {policy}, masters {masters}")
+                losses = (regression_loss(name, policy, masters, s, steps) for s in range(seeds))
+                cells.append(f"{statistics.fmean(losses):.4f}")
+                keras.backend.clear_session()
+            rows.append((name, *cells))
+    heads = ["bfloat16, no masters", "bfloat16", "float16, no masters", "float16"]
+    return Table("Every optimizer, pure 16-bit policies", ("loss", FLOAT32, *heads), tuple(rows))
+
+
 # ---- Tables --------------------------------------------------------------------------------------
 
 
@@ -220,10 +284,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--ways", nargs="+", choices=RUNS, default=[*RUNS])
+    parser.add_argument("--optimizers", nargs="+", choices=["all", *OPTIMIZERS], help="of Keras")
     parser.add_argument("--seeds", type=int, default=3, help="how many weights and data")
     parser.add_argument("--small", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args()
+    if args.optimizers:
+        names = [*OPTIMIZERS] if "all" in args.optimizers else args.optimizers
+        steps = _SMALL_STEPS if args.small else _REGRESSION_STEPS
+        one = optimizers_table(names, args.seeds, steps)
+        print(to_markdown(one)) if args.markdown else show([one])
+        return
     # All others are compared with float32.
     args.ways = [FLOAT32, *(way for way in args.ways if way != FLOAT32)]
     steps = _SMALL_STEPS if args.small else None

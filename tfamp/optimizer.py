@@ -73,14 +73,16 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         max_scale: Largest scale.
         aggregate_in_float16: Sums the gradients of several replicas as float16 at the current
             scale, which sends half the bytes; unscales the sum in float32, then checks it.
-        master_weights: Updates float16 and bfloat16 variables through float32 copies, kept and
-            saved with the optimizer.
+        master_weights: Whether to update float16 and bfloat16 variables through float32 copies,
+            kept and saved with the optimizer. None does without `weight_rounding`, if Keras
+            runs on TensorFlow and `inner_optimizer` is not built yet.
         weight_rounding: Alternative to master weights for float16 and bfloat16 variables, whose
             small updates rounding to nearest would lose. "stochastic" rounds to one of the two
             neighbours at random, unbiased. "split", for bfloat16, stores the lower 16 bits of a
             float32 master next to the weight, its upper 16 bits: training equals
             `master_weights` bit for bit, in 4 bytes a weight instead of 6. float32 variables
-            are updated as usual. Supported by Keras's SGD, Adam, AdamW, Lion and Adafactor.
+            are updated as usual. Supported by Keras's SGD, Adam, AdamW, Lion, Nadam and
+            Adafactor.
         slots: With `weight_rounding`, the dtype of the inner optimizer's slots for
             low-precision variables: "bfloat16", "float16" or "float32"; the first two are
             rounded stochastically. None is "float32" for "split", else "bfloat16".
@@ -95,6 +97,10 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
             `weight_rounding` with `master_weights` or another optimizer, or `slots` without
             `weight_rounding`, or `dynamic=False` with an argument for a changing scale.
+
+    Warns:
+        TfampWarning: 16-bit variables have no float32 copies, and their slots cannot hold the
+            state of `inner_optimizer`; when it is built, with what to do.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -125,7 +131,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         min_scale: float = DynamicLossScale.min_scale,
         max_scale: float = DynamicLossScale.max_scale,
         aggregate_in_float16: bool = False,
-        master_weights: bool = False,
+        master_weights: bool | None = None,
         weight_rounding: str | None = None,
         slots: str | None = None,
         grad_clip: GradClip | Mapping[str, Any] | float | None = None,
@@ -192,12 +198,24 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
-            kind = MasterWeights if self.master_weights else PlainWeights
-            return kind(self.inner_optimizer)
+            return self._masters_or_plain()
         # Python's generator, which `keras.utils.set_random_seed` seeds, as Keras draws its
         # seeds. In checkpoints, so that a resumed run rounds alike.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
         return RoundedWeights(self.inner_optimizer, *how, self._rounding_seed)
+
+    def _masters_or_plain(self) -> PlainWeights:
+        inner, wanted = self.inner_optimizer, self.master_weights
+        if wanted is None and not runs_tensorflow():
+            backend = keras.config.backend()
+            return PlainWeights(
+                inner,
+                f"Master weights need Keras's TensorFlow backend; this is {backend!r}: keep the "
+                "variables in float32, as under 'mixed_bfloat16', or use SGD.",
+            )
+        if wanted is False:
+            return PlainWeights(inner)
+        return MasterWeights(inner, required=wanted is not None)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
         start = keras.initializers.Constant(value)
@@ -680,7 +698,9 @@ def _check_features(
 ) -> None:
     """Raises if the inner optimizer or Keras's backend does not support a feature."""
     of_sums = options.checked_flag("aggregate_in_float16", in_float16) or clip is not None
-    of_weights = options.checked_flag("master_weights", masters) or rounding is not None
+    if masters is not None:
+        options.checked_flag("master_weights", masters)
+    of_weights = bool(masters) or rounding is not None
     if of_sums or of_weights:
         require_tensorflow(
             "tfamp.LossScaleOptimizer with grad_clip, aggregate_in_float16, master_weights or "

@@ -297,6 +297,15 @@ def test_variables_and_slots_are_found_by_place(variables):
     assert [keras_hooks.slot(adafactor, name, 0).shape for name in "rcv"] == [(2,), (3,), (2, 3)]
 
 
+def test_nadams_product_of_momenta_begins_with_1(variables):
+    optimizer = keras.optimizers.Nadam()
+    optimizer.build(variables)
+    assert float(keras_hooks.momentum_product(optimizer)) == 1.0
+    optimizer.apply([np.ones((2, 3), "float32")] * 2, variables)
+    expected = 0.9 * (1 - 0.5 * 0.96)
+    assert float(keras_hooks.momentum_product(optimizer)) == pytest.approx(expected, rel=1e-6)
+
+
 def test_decay_and_what_is_left_out_of_it(variables):
     optimizer = keras.optimizers.Adam(weight_decay=0.1)
     assert keras_hooks.excluded_from_decay(optimizer) == (set(), None)

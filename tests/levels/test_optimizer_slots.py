@@ -8,7 +8,7 @@ import pytest
 import tfamp
 from helpers.cases import one_of_each
 from helpers.optimizers import WRAPPERS, optimizer_classes, plain_optimizers
-from tfamp.levels.prepared_optimizer import SLOTS
+from tfamp.training.optimizer_state import SLOTS
 
 KERAS = plain_optimizers()
 

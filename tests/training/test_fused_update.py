@@ -39,6 +39,7 @@ OPTIMIZERS = {
     "adamw_schedule_clip": lambda: keras.optimizers.AdamW(
         schedule(), weight_decay=0.02, global_clipnorm=1.0
     ),
+    "nadam": lambda: keras.optimizers.Nadam(0.01, weight_decay=0.02),
     "adafactor": lambda: keras.optimizers.Adafactor(0.05),
     "adafactor_schedule_decay": lambda: keras.optimizers.Adafactor(
         schedule(), weight_decay=0.02, clip_threshold=0.5, clipnorm=1.0

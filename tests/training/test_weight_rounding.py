@@ -1,6 +1,7 @@
 """Low-precision weights without masters: accuracy of each rounding, and supported optimizers."""
 
 import functools
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -25,8 +26,11 @@ INNER = {
     "Adam": lambda: optimizers.Adam(0.01),
     "Lion": lambda: optimizers.Lion(0.01, weight_decay=0.1),
     "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "Nadam": lambda: optimizers.Nadam(0.01),
     "clipnorm": lambda: optimizers.AdamW(0.01, global_clipnorm=0.5),
 }
+# Kinds of one class, and an option.
+KINDS = {"momentum", "nesterov", "clipnorm"}
 NIGHTLY = [name for name in INNER if name not in ("SGD", "AdamW", "Adafactor")]
 
 
@@ -342,6 +346,30 @@ def test_what_makes_no_sense_is_refused(arguments, message):
         tfamp.LossScaleOptimizer(optimizers.Adam(), **arguments)
 
 
+def test_every_rule_is_tested_and_listed_where_it_can_be_read():
+    """A rule that is deleted or added without its tests and pages fails here."""
+    assert set(fused_update.RULED) == set(INNER) - KINDS
+    listed = f"{', '.join(fused_update.RULED[:-1])} and {fused_update.RULED[-1]}"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"
+    for text in (tfamp.LossScaleOptimizer.__doc__, page.read_text("utf-8")):
+        assert f"Keras's {listed}" in " ".join(text.split())
+
+
+def test_nadam_goes_on_from_its_product_of_momenta():
+    """float32 variables, in which the rule is that of Keras bit for bit but for rounding."""
+    own, theirs = weights("float32"), weights("float32")
+    optimizer = tfamp.LossScaleOptimizer(optimizers.Nadam(0.01), loss_scale=1.0)
+    bare = optimizers.Nadam(0.01)
+    for number in range(6):
+        grads = gradients(number, "float32", skips=False)
+        optimizer.apply(grads, own, unscaled=True)
+        bare.apply(grads, theirs)
+    product, expected = (o._u_product.numpy() for o in (optimizer.inner_optimizer, bare))
+    np.testing.assert_allclose(product, expected, rtol=1e-6)
+    for one, other in zip(own, theirs, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-7)
+
+
 class OwnAdam(optimizers.Adam):
     """An optimizer as users write them, which may compute something else."""
 
@@ -357,7 +385,8 @@ class OwnAdam(optimizers.Adam):
     ],
 )
 def test_optimizers_without_a_rule_are_refused(make, given):
-    message = f"SGD, Adam, AdamW, Lion and Adafactor .* got .*{given}.* give master_weights=True"
+    *names, last = fused_update.RULED
+    message = f"{', '.join(names)} and {last} .* got .*{given}.* give master_weights=True"
     with pytest.raises(ValueError, match=message):
         tfamp.LossScaleOptimizer(make(), weight_rounding="split")
     with pytest.raises(ValueError, match=message):

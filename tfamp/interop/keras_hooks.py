@@ -661,6 +661,11 @@ def slot(optimizer: Optimizer, name: str, index: int) -> Variable:
     return keras_symbol(optimizer, f"_{name}")[index]
 
 
+def momentum_product(optimizer: Optimizer) -> Variable:
+    """Nadam's product of the momenta of all steps. Symbol: `_u_product`."""
+    return keras_symbol(optimizer, "_u_product")
+
+
 def decays(optimizer: Optimizer, variable: Variable) -> bool:
     """Whether an optimizer decays a variable. Symbol: `_use_weight_decay`."""
     if not optimizer.weight_decay:

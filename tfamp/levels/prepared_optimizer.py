@@ -1,7 +1,4 @@
-"""Optimizers wrapped for a level, and models compiled with them.
-
-The state of each Keras optimizer decides whether low-precision slots can hold it.
-"""
+"""Optimizers wrapped for a level, and models compiled with them."""
 
 from __future__ import annotations
 
@@ -24,23 +21,7 @@ from tfamp.levels.effective_level import EffectiveLevel
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.optimizer import LossScaleOptimizer, continue_from
 from tfamp.torch_style.grad_scaler import GradScaler
-
-_UNKNOWN = "state unknown to tfamp"
-_AVERAGES = "running averages of squared gradients"
-_SUMS = "sums of squared gradients"
-
-# State of Keras's optimizers that low-precision slots cannot hold; docs/guides/levels.md has
-# the reasons. SGD has none but a momentum; wrappers have the state of the optimizers inside. By
-# names, as not every release of Keras has all; subclasses inherit the entry.
-SLOTS = {
-    "SGD": "",
-    **dict.fromkeys(("RMSprop", "Adam", "AdamW", "Nadam", "Lamb", "Adadelta"), _AVERAGES),
-    **dict.fromkeys(("Adafactor", "Muon", "ScheduleFreeAdamW"), _AVERAGES),
-    **dict.fromkeys(("Adagrad", "Ftrl"), _SUMS),
-    "Adamax": "running maxima of gradients",
-    "Lion": "running averages of gradients, whose signs it applies",
-    **dict.fromkeys(("LossScaleOptimizer", "MultiOptimizer"), ""),
-}
+from tfamp.training.optimizer_state import exact_state_of, innermost, warn_of_low_state
 
 # Prefix of the attributes in which TensorFlow keeps what it tracks of an object.
 _OF_TENSORFLOW = "_self_"
@@ -60,13 +41,6 @@ def read_optimizer(model: Model, optimizer: Any) -> Optimizer | None:
             f"its name; got {described(optimizer)}"
         )
     return resolved
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Unwraps an optimizer from loss scaling."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 def for_copy(
@@ -153,34 +127,16 @@ def warn_of_slots(optimizer: Optimizer | None, level: EffectiveLevel) -> None:
     remedies = ("master_weights", "weight_rounding")
     if not state or any(getattr(optimizer, name, None) for name in remedies):
         return
-    warnings.warn(
-        f"{innermost(optimizer).name} keeps {state}, which {level.dtype} may not hold: at "
-        "level O3 without master weights it may learn nothing or diverge. Leave master_weights "
-        "out or give True, or use SGD.",
-        TfampWarning,
-        stacklevel=level_of_user(),
+    warn_of_low_state(
+        optimizer,
+        f"{level.dtype} may not hold: at level O3 without master weights",
+        "Leave master_weights out or give True, or use SGD.",
     )
 
 
 def _exact_state_at_o3(optimizer: Optimizer | None, level: EffectiveLevel) -> str:
     """The state of an optimizer that low-precision slots cannot hold; "" at other levels."""
-    return "" if optimizer is None or level.level != "O3" else _exact_state_of(optimizer)
-
-
-def _exact_state_of(optimizer: Optimizer) -> str:
-    inside = getattr(optimizer, "optimizers", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inside = [optimizer.inner_optimizer]
-    if inside is not None:
-        # A MultiOptimizer with a selector function has its parts only once it is built.
-        default = "" if inside else _UNKNOWN
-        return next(filter(None, map(_exact_state_of, inside)), default)
-    if getattr(optimizer, "use_ema", False):
-        return "running averages of the weights (use_ema)"
-    for base in type(optimizer).__mro__:
-        if base.__module__.partition(".")[0] == "keras" and base.__name__ in SLOTS:
-            return SLOTS[base.__name__]
-    return _UNKNOWN
+    return "" if optimizer is None or level.level != "O3" else exact_state_of(optimizer)
 
 
 def warn_of_held_optimizers(model: Model, level: EffectiveLevel) -> None:
@@ -274,6 +230,8 @@ def wrapped(
     if is_wrapper and not _made_here.get(optimizer) and level.level != "O0":
         # A user's wrapper keeps its features and, unless another is chosen, its rule.
         features = {name: value or getattr(optimizer, name) for name, value in features.items()}
+        if not features["master_weights"] and config.master_weights is False:
+            features["master_weights"] = False  # None would let the wrapper choose.
         rule = optimizer.rule if config.loss_scale is None else rule
     elif not is_wrapper and isinstance(rule, DynamicLossScale) and config.loss_scale is None:
         rule = rule_of(optimizer) or rule
@@ -287,6 +245,7 @@ def wrapped(
         if is_wrapper:
             continue_from(wrapper, optimizer)
         _made_here.set(wrapper, True)
+        wrapper.stored_weights.warned = True  # `warn_of_slots` does, also without a wrapper.
     wrapper.scaling_warnings.in_float16 = level.dtype == "float16" and level.level != "O0"
     return wrapper
 

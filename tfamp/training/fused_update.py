@@ -1,4 +1,4 @@
-"""Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over memory.
+"""Updates of the optimizers of Keras in `RULED`, each in one pass over memory.
 
 Keras writes an update as a dozen ops that each read and write whole tensors. For SGD
 TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA,
@@ -9,6 +9,23 @@ Adafactor's means over rows, columns and whole variables are separate passes.
 Variables that are not stored in float32 are read, updated in float32 and rounded in one
 compiled pass, by every optimizer. XLA may contract a product and a sum into an FMA; here every
 product is rounded by itself, so that a result does not depend on how its variables are stored.
+
+To add a rule, write a `_Rule` and enter it in `_RULES` under its class; `RULED`, the messages and
+the tests' list follow from there.
+
+- **What it may keep.** `slots` returns the optimizer's own variables of the shape of a weight, or
+  of a part of it, as Adafactor's rows: at most three, since every one has a random stream. They
+  are read as float32 and stored in their dtype, which `weight_rounding` chooses. A scalar that
+  all weights share, such as Nadam's product of momenta, is none of these: `advance` updates it.
+- **When numbers are computed.** `numbers` runs once a step, in float32, before any variable is
+  updated, and therefore with last step's scalars. It computes in the order in which Keras does;
+  the numbers are arguments of the compiled programs and are not rounded again.
+- **When values are rounded.** `next_value` and `next_slots` return float32. Each is stored, and
+  rounded, once. Both get the same slots as far as they need: the first of the two reads the old
+  ones, the second what the first stored, or computed where it is stored in 16 bits. Products go
+  through `times`, so that every storage format has the same bits.
+- **Who ends the step.** `fused_update`: it calls `advance` and counts the iteration, once, after
+  all updates, and neither where Keras applies the rest of the gradients and does so itself.
 """
 
 from __future__ import annotations
@@ -24,7 +41,7 @@ import tensorflow as tf
 
 from tfamp.core.kinds import DType, Function, Handle, Nest, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
+from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow, slot
 from tfamp.interop.tf_private import device_kind_of, is_compiled_by_xla, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
@@ -76,6 +93,8 @@ def fused_update(
         _update_in_one_pass(optimizer, rule, fused.summed_over_replicas(), chance)
     if others.values:
         return others
+    if rule.advance is not None:
+        rule.advance(optimizer)
     iterations = native(optimizer._iterations)
     # In the replica's own copy, like every other assignment here.
     one = tf.constant(1, iterations.dtype)
@@ -360,6 +379,55 @@ def _adam_value(
     return value - times(mean, rate) / (tf.sqrt(square) + epsilon)
 
 
+def _nadam_momenta(optimizer: Optimizer) -> tuple[Tensor, Tensor, Tensor]:
+    """The momentum of a step and of the next one, and the product of all up to this step."""
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    beta, decay, one = _number(optimizer.beta_1), _number(0.96), _number(1.0)
+    momenta = [beta * (1.0 - 0.5 * tf.pow(decay, count)) for count in (step, step + one)]
+    product = as_tensor(keras_hooks.momentum_product(optimizer))
+    return momenta[0], momenta[1], product * beta * (1.0 - 0.5 * tf.pow(decay, step))
+
+
+def _nadam_numbers(optimizer: Optimizer, rate: Tensor) -> tuple[Tensor, ...]:
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    now, later, product = _nadam_momenta(optimizer)
+    # In float32, as Keras does here: off by 1e-5 for 0.999, which its bias is off by, too.
+    rests = 1 - _number(optimizer.beta_1), 1 - _number(optimizer.beta_2)
+    bias = 1 - tf.pow(_number(optimizer.beta_2), step)
+    ahead, here = later / (1 - product * later), (1 - now) / (1 - product)
+    return (rate, *rests, _number(optimizer.epsilon), ahead, here, bias)
+
+
+def _nadam_slots(
+    times: _Times,
+    numbers: _Numbers,
+    gradient: Tensor,
+    squares: Tensor,
+    mean: Tensor,
+    square: Tensor,
+) -> Tensor:
+    return _adam_slots(times, numbers[:4], gradient, squares, mean, square)
+
+
+def _nadam_value(
+    times: _Times,
+    numbers: _Numbers,
+    gradient: Tensor,
+    value: Tensor,
+    mean: Tensor,
+    square: Tensor,
+) -> Tensor:
+    rate, _, _, epsilon, ahead, here, bias = numbers
+    mean = times(mean, ahead) + times(gradient, here)
+    return value - times(mean, rate) / (tf.sqrt(square / bias) + epsilon)
+
+
+def _nadam_advance(optimizer: Optimizer) -> None:
+    product = native(keras_hooks.momentum_product(optimizer))
+    value = tf.cast(_nadam_momenta(optimizer)[2], product.dtype)
+    tf.raw_ops.AssignVariableOp(resource=product.handle, value=value)
+
+
 def _lion_numbers(optimizer: Optimizer, rate: Tensor) -> tuple[Tensor, ...]:
     betas = _number(optimizer.beta_1), _number(optimizer.beta_2)
     return (rate, *betas, *(1.0 - beta for beta in betas))
@@ -446,6 +514,8 @@ class _Rule(NamedTuple):
     value_first: bool = False
     # Runs TensorFlow's own op for float32 variables, for all updates on a device.
     run: Callable[[Optimizer, _Step, list[_Update]], None] | None = None
+    # Updates the scalars that the optimizer keeps for all variables, at the end of a step.
+    advance: Callable[[Optimizer], None] | None = None
 
 
 def _slots(*names: str) -> _SlotsOf:
@@ -465,16 +535,26 @@ _MOMENTUM = _DESCENT._replace(
 )
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
 _ADAM = _Rule(_slots("momentums", "velocities"), _adam_numbers, _adam_value, _adam_slots)
+_NADAM = _Rule(
+    _slots("momentums", "velocities"),
+    _nadam_numbers,
+    _nadam_value,
+    _nadam_slots,
+    advance=_nadam_advance,
+)
 _LION = _Rule(_slots("momentums"), _lion_numbers, _lion_value, _lion_slots, value_first=True)
 _ADAFACTOR = _Rule(_adafactor_averages, _adafactor_numbers, _adafactor_value, _adafactor_slots)
-# By name, for messages.
-RULED = ("SGD", "Adam", "AdamW", "Lion", "Adafactor")
-_RULES = {
+# SGD's rule depends on its settings, see `_rule_of`.
+_RULES: dict[type[Optimizer], _Rule] = {
+    keras.optimizers.SGD: _DESCENT,
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
     keras.optimizers.Lion: _LION,
+    keras.optimizers.Nadam: _NADAM,
     keras.optimizers.Adafactor: _ADAFACTOR,
 }
+# By name, for messages.
+RULED = tuple(kind.__name__ for kind in _RULES)
 
 
 # Methods of Keras's optimizers that compute an update.

@@ -31,24 +31,51 @@ from tfamp.training.gradients import (
     update_everywhere,
     variable_name,
 )
+from tfamp.training.optimizer_state import warn_of_low_state
 from tfamp.training.rounding import Chance, Form, form_of, nearest
+
+# What to do where the slots of low-precision variables cannot hold an optimizer's state.
+_GIVE_MASTERS = "Leave master_weights out or give True, or use SGD."
+_LET_IT_BUILD = (
+    "The inner optimizer was built before: create a new one, and let LossScaleOptimizer build it."
+)
 
 
 class PlainWeights:
     """Weights that an optimizer updates directly; subclasses store low ones in other ways.
 
+    Args:
+        optimizer: The optimizer that updates them.
+        remedy: The sentence of a warning about low-precision slots that says what to do.
+
     Attributes:
         optimizer: The optimizer that updates them.
+        warned: Whether such a warning was given, or is left to another one.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: keras.optimizers.Optimizer, remedy: str = _GIVE_MASTERS) -> None:
+        self.optimizer, self._remedy = optimizer, remedy
+        self.warned = False
         # Targets of the optimizer's update, by its key of the variable.
         self._by_key: dict[Any, keras.Variable | StoredWeight] = {}
 
     def create(self, variables: Sequence[Variable]) -> list[keras.Variable]:
-        """Creates extra variables for low-precision ones, on the first call; returns them."""
+        """Creates extra variables for low-precision ones, on the first call; returns them.
+
+        Warns once if the optimizer keeps a state of these that their dtype cannot hold.
+        """
+        self._warn_of_state(variables, self._remedy)
         return []
+
+    def _warn_of_state(self, variables: Sequence[Variable], remedy: str) -> None:
+        low = _low_ones(variables)
+        if low and not self.warned:
+            self.warned = True
+            where = (
+                f"{dtype_name(low[0])} slots may not hold: for {len(low)} variables such as "
+                f"{variable_name(low[0])}, without master weights,"
+            )
+            warn_of_low_state(self.optimizer, where, remedy)
 
     def targets(self, variables: Sequence[Variable]) -> list[Variable]:
         """Returns the optimizer's targets for variables."""
@@ -107,10 +134,16 @@ class MasterWeights(PlainWeights):
     An update smaller than half the distance between two float16 numbers is lost when it is
     added to a float16 weight, however often. Added to its master it is kept; the weight is the
     master, rounded.
+
+    Args:
+        optimizer: The optimizer that updates the masters.
+        required: Whether it is an error that the optimizer was built without them; otherwise
+            it goes on without, and a warning names what is lost.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, *, required: bool = True) -> None:
         super().__init__(optimizer)
+        self._required = required
         self._pairs: list[tuple[Variable, keras.Variable]] = []
 
     @property
@@ -120,8 +153,12 @@ class MasterWeights(PlainWeights):
 
     def create(self, variables: Sequence[Variable]) -> list[keras.Variable]:
         """Creates the masters on the first call; returns them."""
-        if self._pairs or not (low := _low_ones(self.optimizer, variables)):
+        if self._pairs or not (low := _low_ones(variables)):
             return []
+        if self.optimizer.built and not self._required:
+            self._warn_of_state(variables, _LET_IT_BUILD)
+            return []
+        _check_not_built(self.optimizer, low)
         key = keras_hooks.key_of(self.optimizer)
         excluded, _ = keras_hooks.excluded_from_decay(self.optimizer)
         for variable in low:
@@ -258,7 +295,9 @@ class RoundedWeights(PlainWeights):
         if self._by_key:
             return []
         created = []
-        for number, variable in enumerate(_low_ones(self.optimizer, variables)):
+        low = _low_ones(variables)
+        _check_not_built(self.optimizer, low)
+        for number, variable in enumerate(low):
             dtype = dtype_name(variable)
             if self.how == "split" and dtype != "bfloat16":
                 raise ValueError(
@@ -299,9 +338,13 @@ class RoundedWeights(PlainWeights):
         return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
 
 
-def _low_ones(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Variable]:
-    """Selects low-precision variables; raises if the optimizer was already built for them."""
-    low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
+def _low_ones(variables: Sequence[Variable]) -> list[Variable]:
+    """Selects low-precision variables, but those whose next value is their gradient."""
+    return [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
+
+
+def _check_not_built(optimizer: Optimizer, low: Sequence[Variable]) -> None:
+    """Raises if an optimizer was already built for low-precision variables."""
     if low and optimizer.built:
         raise ValueError(
             f"{optimizer.name} was built for {len(low)} low-precision variables, such as "
@@ -309,7 +352,6 @@ def _low_ones(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Varia
             "what it updates instead. Create a new inner optimizer, and let LossScaleOptimizer "
             "build it."
         )
-    return low
 
 
 def _beside(
