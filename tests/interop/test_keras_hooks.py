@@ -328,8 +328,21 @@ def test_gradients_are_left_out_and_clipped_as_keras_does(variables):
 
 
 def test_a_private_symbol_that_is_missing_is_named():
-    with pytest.raises(tfamp.UnsupportedVersionError, match="_inner_optimizers"):
-        keras_hooks.inner_optimizers(keras.optimizers.SGD())
+    sgd = keras.optimizers.SGD()
+    with pytest.raises(tfamp.UnsupportedVersionError, match="_velocities"):
+        keras_hooks.slot(sgd, "velocities", 0)
+
+
+def test_a_view_counts_elsewhere_and_takes_gradients_as_they_are(variables):
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build(variables)
+    assert keras_hooks.inner_optimizers(optimizer) == [optimizer]
+    other = keras.Variable(5, dtype="int32")
+    view = keras_hooks.applying_view(optimizer, summed=True, counter=lambda counter: other)
+    view.apply([np.ones((2, 3), "float32")] * 2, variables)
+    np.testing.assert_array_equal(variables[0], np.full((2, 3), 0.5))
+    assert (int(other), int(keras_hooks.step_counter(optimizer))) == (6, 0)
+    assert float(optimizer.learning_rate) == 0.5
 
 
 class Counting(keras.layers.Layer):

@@ -334,7 +334,7 @@ def test_prepared_weights_start_from_the_exact_ones(how):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight_rounding": "kahan"}, "must be one of stochastic, split; got 'kahan'"),
+        ({"weight_rounding": "kahan"}, "must be one of 'stochastic', 'split'; got 'kahan'"),
         ({"weight_rounding": "split", "slots": "int8"}, "'bfloat16', 'float16', 'float32'"),
         ({"slots": "bfloat16"}, "give weight_rounding"),
         ({"weight_rounding": "split", "master_weights": True}, "Leave one of the two out"),

@@ -73,7 +73,8 @@ def checked_word(
         exact: Whether case counts, and every other value, of whatever type, is a ValueError.
     """
     known = {word if exact else word.lower(): word for word in words}
-    expected = f"{name} must be one of {', '.join(known.values())}; got {value!r}"
+    shown = known.values() if exact else map(repr, known.values())
+    expected = f"{name} must be one of {', '.join(shown)}; got {value!r}"
     # tf.float16 equals "float16" without being a string.
     if not isinstance(value, str) and not exact:
         raise TypeError(f"{expected} of type {type(value).__name__}.{hint}")

@@ -691,8 +691,55 @@ def clipped(optimizer: Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers of a `MultiOptimizer`. Symbol: `_inner_optimizers`."""
+    """The optimizers of a `MultiOptimizer`; another optimizer itself.
+
+    Symbol: `_inner_optimizers`. Keras has `MultiOptimizer` since 3.15.
+    """
+    kind = getattr(keras.optimizers, "MultiOptimizer", ())
+    if not isinstance(optimizer, kind):
+        return [optimizer]
     return list(keras_symbol(optimizer, "_inner_optimizers"))
+
+
+def step_counter(optimizer: Optimizer) -> Variable:
+    """The variable that counts an optimizer's steps. Symbol: `_iterations`.
+
+    The public `iterations` is divided by the steps that the optimizer accumulates.
+    """
+    return keras_symbol(optimizer, "_iterations")
+
+
+def applying_view(
+    optimizer: Optimizer, *, summed: bool, counter: Callable[[Variable], Any] | None
+) -> Optimizer:
+    """Returns a view of an optimizer, which shares its variables, to call `apply` on.
+
+    The optimizer is not modified, as replicas may run in threads.
+
+    Symbols: `_all_reduce_sum_gradients`, `_iterations`, `_inner_optimizers`.
+
+    Args:
+        optimizer: The optimizer.
+        summed: Whether gradients are summed over replicas: Keras's `apply` always does that.
+        counter: What the view counts steps in, made of the step counter; None for the counter.
+    """
+    kind, methods = type(optimizer), {}
+    if summed:
+        sums = "_all_reduce_sum_gradients"
+        keras_symbol(optimizer, sums)
+        methods[sums] = lambda self, grads_and_vars: list(grads_and_vars)
+    view: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    # Bypass Keras's __setattr__, which would track the variables a second time.
+    state = vars(view)
+    state.update(vars(optimizer))
+    if counter is not None:
+        state["_iterations"] = counter(step_counter(optimizer))
+    inner = inner_optimizers(optimizer)
+    if inner != [optimizer]:  # A MultiOptimizer, which splits the gradients.
+        state["_inner_optimizers"] = [
+            applying_view(each, summed=summed, counter=counter) for each in inner
+        ]
+    return view
 
 
 def excluded_from_decay(optimizer: Optimizer) -> tuple[set[Any], Any]:

@@ -439,6 +439,14 @@ def dtype_number(name: str) -> int:
     return tf.as_dtype(name).as_datatype_enum
 
 
+def is_tracking(attribute: str) -> bool:
+    """Whether an attribute of an object is one in which TensorFlow keeps what it tracks of it.
+
+    Symbol: the prefix `_self_` of `tensorflow.python.trackable.base.Trackable`'s attributes.
+    """
+    return attribute.startswith("_self_")
+
+
 # ---- For SavedModels -------------------------------------------------------------------------
 
 

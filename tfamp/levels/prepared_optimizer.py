@@ -14,7 +14,7 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Method, Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from tfamp.interop import keras_hooks
+from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.records import WeakMap
 from tfamp.levels.effective_level import EffectiveLevel
@@ -23,8 +23,6 @@ from tfamp.optimizer import LossScaleOptimizer, continue_from
 from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training.optimizer_state import exact_state_of, innermost, warn_of_low_state
 
-# Prefix of the attributes in which TensorFlow keeps what it tracks of an object.
-_OF_TENSORFLOW = "_self_"
 # Wrappers made by `prepare`, which another level removes, unlike those of a user.
 _made_here: WeakMap[bool] = WeakMap()
 
@@ -168,7 +166,7 @@ def _held_values(model: Model) -> dict[str, Any]:
     """The values of a model's attributes, and in lists and dicts there, but its optimizer."""
     held: dict[str, Any] = {}
     for name, value in vars(model).items():
-        if name.startswith(_OF_TENSORFLOW):
+        if tf_private.is_tracking(name):
             continue
         if isinstance(value, dict):
             held |= {f"{name}[{key!r}]": item for key, item in value.items()}

@@ -95,7 +95,7 @@ def fused_update(
         return others
     if rule.advance is not None:
         rule.advance(optimizer)
-    iterations = native(optimizer._iterations)
+    iterations = native(keras_hooks.step_counter(optimizer))
     # In the replica's own copy, like every other assignment here.
     one = tf.constant(1, iterations.dtype)
     tf.raw_ops.AssignAddVariableOp(resource=iterations.handle, value=one)

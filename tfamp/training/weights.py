@@ -19,7 +19,7 @@ from keras import ops
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks, tf_private
-from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
+from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import wrap_method
 from tfamp.training.fused_update import RULED, fused_update, why_unruled
 from tfamp.training.gradients import (
@@ -124,7 +124,7 @@ class PlainWeights:
 
     def chance(self) -> Chance:
         """Returns the seed and the step of the next update's rounding."""
-        steps = as_tensor(self.optimizer._iterations)
+        steps = as_tensor(keras_hooks.step_counter(self.optimizer))
         return Chance(ops.zeros_like(steps), steps)
 
 
@@ -335,7 +335,7 @@ class RoundedWeights(PlainWeights):
 
     def chance(self) -> Chance:
         """Returns the seed and the step of the next update's rounding."""
-        return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
+        return Chance(as_tensor(self.seed), as_tensor(keras_hooks.step_counter(self.optimizer)))
 
 
 def _low_ones(variables: Sequence[Variable]) -> list[Variable]:
@@ -501,39 +501,20 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
             "master_weights=True instead."
         )
     others = others.unscaled()
-    applied = getattr(optimizer, "_inner_optimizers", [optimizer])
+    applied = keras_hooks.inner_optimizers(optimizer)
     if any(inner.gradient_accumulation_steps for inner in applied):
         others = others.as_stored()
     counts_itself = tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call()
     if others.summed or counts_itself:
-        optimizer = _view_of(optimizer, others.summed)
+        counter = _on_this_replica if counts_itself else None
+        optimizer = keras_hooks.applying_view(optimizer, summed=others.summed, counter=counter)
     optimizer.apply(others.values, others.variables)
 
 
-def _view_of(optimizer: Optimizer, summed: bool) -> Optimizer:
-    """Returns a view of an optimizer, which shares its variables, to call `apply` on.
+def _on_this_replica(counter: Variable) -> Any:
+    """The replica's own copy of a step counter, to count there.
 
-    The view of `summed` gradients does not sum them over replicas again, which Keras's `apply`
-    always does. Keras counts iterations with a `merge_call`, which a condition on a replica
-    does not allow: there the view counts in the replica's own copy. The optimizer is not
-    modified, as replicas may run in threads.
+    Keras counts with a `merge_call`, which a condition on a replica does not allow.
     """
-    kind, methods = type(optimizer), {}
-    if summed:
-        keras_symbol(optimizer, _SUMS)  # Raises where a Keras sums elsewhere.
-        methods[_SUMS] = lambda self, grads_and_vars: list(grads_and_vars)
-    view: Any = object.__new__(type(kind.__name__, (kind,), methods))
-    # Bypass Keras's __setattr__, which would track the variables a second time.
-    state = vars(view)
-    state.update(vars(optimizer))
-    if tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call():
-        state["_iterations"] = tf.distribute.get_strategy().extended.update(
-            native(optimizer._iterations), lambda copy: copy, group=False
-        )
-    if "_inner_optimizers" in state:  # MultiOptimizer splits the gradients.
-        inner = keras_hooks.inner_optimizers(optimizer)
-        state["_inner_optimizers"] = [_view_of(optimizer, summed) for optimizer in inner]
-    return view
-
-
-_SUMS = "_all_reduce_sum_gradients"
+    update = tf.distribute.get_strategy().extended.update
+    return update(native(counter), lambda copy: copy, group=False)
