@@ -98,9 +98,13 @@ def test_low_gradients_given_as_unscaled_are_clipped_in_float32():
     np.testing.assert_allclose(master.numpy(), theirs.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("gradient", "finite"), [(1e5, False), (1e4, True)])
-def test_finite_means_finite_in_the_variable(gradient, finite):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=1.0)
+@pytest.mark.parametrize(
+    ("gradient", "masters", "finite"), [(1e5, False, False), (1e4, False, True), (1e5, None, True)]
+)
+def test_finite_means_finite_in_what_is_updated(gradient, masters, finite):
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(), loss_scale=1.0, master_weights=masters
+    )
     variable = keras.Variable([0.0], dtype="float16")
     optimizer.apply_gradients([(tf.constant([gradient]), variable)], unscaled=True)
     assert bool(optimizer.last_step_finite) is finite
