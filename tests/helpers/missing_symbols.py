@@ -352,9 +352,11 @@ def rows_of(page: str) -> dict[str, str]:
 HEAD = """# Missing symbols
 
 tfamp uses symbols of TensorFlow and Keras that are not public. A release may rename or remove
-them. This table shows, for each, which of {count} calls of tfamp then raise
-`UnsupportedVersionError`, which names the symbol, and which work and warn once of what is lost.
-All other calls work as they do with it. Symbols that begin with a dot are attributes of objects.
+them. For each the table has those of {count} calls that raise `UnsupportedVersionError` without
+it, which names the symbol, and those that work with one warning of what is lost. All other calls
+work as they do with it. A symbol that begins with a dot is an attribute of objects. Measured
+with TensorFlow {tensorflow} and Keras {keras} by `python tests/helpers/missing_symbols.py
+--write docs/missing_symbols.md`.
 
 | without | raise | warn |
 |---|---|---|
@@ -370,5 +372,9 @@ if __name__ == "__main__":
         print(symbol, outcomes, flush=True)
         found.append((symbol, outcomes))
     if arguments.write:
-        text = HEAD.format(count=len(CALLS)) + "\n".join(rows(found).values()) + "\n"
+        text = (
+            HEAD.format(count=len(CALLS), tensorflow=tf.__version__, keras=keras.__version__)
+            + "\n".join(rows(found).values())
+            + "\n"
+        )
         arguments.write.write_text(text, encoding="utf-8")

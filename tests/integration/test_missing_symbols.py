@@ -1,0 +1,95 @@
+"""Without a private symbol, the calls that need it say so, and all others work: the page's table."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import missing_symbols
+from helpers.missing_symbols import outcome, requested, rows, rows_of
+from tfamp.interop import patching
+
+PAGE = Path(__file__).parents[2] / "docs" / "missing_symbols.md"
+pytestmark = [
+    pytest.mark.skipif(not PAGE.is_file(), reason="the documentation is not beside the tests"),
+    pytest.mark.filterwarnings("ignore"),
+]
+# One that only a warning needs, one by which gradients are made exact, and two of autocast.
+SOME = (
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit",
+    "tensorflow.python.eager.execute:record_gradient",
+    "keras.src.losses.loss:ops",
+    "tensorflow.python.ops.gen_math_ops:cast",
+)
+
+
+def page() -> dict[str, str]:
+    return rows_of(PAGE.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("symbol", SOME)
+def test_some_calls_do_what_the_page_says(symbol):
+    names = ("policies", "LossScaleOptimizer", "autocast", "rewrite")
+    row = page()[symbol]
+    for name in names:
+        cells = row.split("|")[2:4]
+        expected = [word for word, cell in zip(("raises", "warns"), cells, strict=True)
+                    if name in (each.strip() for each in cell.split(","))]  # fmt: skip
+        assert outcome(symbol, name) == (expected or ["works"])[0], name
+
+
+@pytest.mark.slow
+def test_the_page_has_every_symbol_that_is_looked_up():
+    assert sorted(page()) == sorted(requested())
+
+
+@pytest.mark.slow
+def test_every_patched_symbol_is_survived_as_the_page_says():
+    patched = {symbol for _, symbol in patching.SYMBOLS}
+    found = {symbol: names for symbol, names in requested().items() if symbol in patched}
+    assert len(found) > 50
+    measured = rows(missing_symbols.measured(found))
+    assert measured == {symbol: row for symbol, row in page().items() if symbol in found}
+
+
+@pytest.mark.nightly
+def test_every_symbol_is_survived_as_the_page_says():
+    assert rows(missing_symbols.measured(requested())) == page()
+
+
+# In a process of its own, as it is looked up when a module is imported.
+WITHOUT_FUNCTION = """
+import numpy as np, tensorflow as tf, keras
+from tfamp.interop import patching
+locate = patching.locate
+
+def missing(symbol):
+    if symbol.endswith(".polymorphic_function:Function"):
+        raise patching.missing_symbol(symbol, "TensorFlow")
+    return locate(symbol)
+
+patching.locate = missing
+import tfamp
+x = np.ones((4, 3), "float32")
+with tfamp.policy_scope("mixed_bfloat16"):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+model.fit(x, x[:, :1], verbose=0)
+with tfamp.autocast("bfloat16"):
+    assert tf.matmul(x, x, transpose_b=True).dtype == tf.bfloat16
+tfamp.prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), level="O2")
+try:
+    tfamp.rewrite(lambda x: x, dtype="bfloat16")(x)
+except tfamp.UnsupportedVersionError as error:
+    print(error)
+"""
+
+
+def test_without_the_class_of_functions_only_rewrites_fail():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_FUNCTION],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "polymorphic_function:Function is not in TensorFlow" in result.stdout
