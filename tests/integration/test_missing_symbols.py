@@ -1,4 +1,4 @@
-"""Without a private symbol, the calls that need it say so, and all others work, as the page says."""
+"""Without a private symbol, calls that need it say so, and others work, as the page says."""
 
 import subprocess
 import sys
