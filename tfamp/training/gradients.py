@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -61,13 +61,17 @@ class Gradients:
         values = [g if is_next_value(v) else _mapped(divided, g) for g, v in self.pairs()]
         return replace(self, values=values, divisor=None)
 
-    def as_stored(self) -> Gradients:
-        """The gradients in their variables' dtypes.
+    def in_dtypes_of(self, sums: Mapping[Any, Variable], key: Callable[..., Any]) -> Gradients:
+        """The gradients in the dtypes of the sums that they are added to, by variables' keys.
 
-        Keras accumulates gradients in sums of that dtype without a cast.
+        Keras adds them without a cast.
         """
-        values = [g if is_next_value(v) else _in_dtype_of(v, g) for g, v in self.pairs()]
-        return replace(self, values=values)
+
+        def cast(gradient: Tensor, variable: Variable) -> Tensor:
+            total = None if is_next_value(variable) else sums.get(key(variable))
+            return gradient if total is None else _in_dtype_of(total, gradient)
+
+        return replace(self, values=[cast(*pair) for pair in self.pairs()])
 
     def all_finite(self) -> Tensor:
         """Whether all unchecked gradients, unscaled, are finite in their variables' dtypes."""
