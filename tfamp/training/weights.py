@@ -24,6 +24,7 @@ from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user, wrap_method
+from tfamp.training import underflow
 from tfamp.training.fused_update import RULED, fused_update, why_unruled
 from tfamp.training.gradients import (
     Gradients,
@@ -469,7 +470,8 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
     counts_itself = tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call()
     if others.summed or counts_itself:
         optimizer = _view_of(optimizer, others.summed)
-    optimizer.apply(others.values, others.variables)
+    with underflow.paused():
+        optimizer.apply(others.values, others.variables)
 
 
 def _gradient_sums(optimizer: Optimizer) -> dict[Any, Variable]:
