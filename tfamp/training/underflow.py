@@ -6,14 +6,13 @@ gradients: they are small multiples of its smallest number, 2**-24, which float3
 would have spread over the numbers in between. Or whole gradients are zero, and those of float32
 layers, such as a model's head, are too small for float16.
 
-The first steps of each optimizer are counted on the device. An eager step is read at once, the
-steps of a `tf.function` when a later call of it begins; nothing is read or counted after that.
+The first eager steps of each optimizer are read; nothing is read or counted after that. A traced
+step is not watched: its counters would be variables that no SavedModel of the function tracks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import warnings
 import weakref
@@ -25,7 +24,6 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Optimizer, Tensor
-from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import Patch, level_of_user
 
@@ -38,16 +36,10 @@ _SMALLEST = 2.0**-24
 
 @dataclass
 class _Counts:
-    """The gradients of an optimizer's first steps, as `_of_step` counts them.
-
-    The variables are those of a traced step.
-    """
+    """The gradients of an optimizer's first steps, as `_of_step` counts them."""
 
     steps: int = 0
-    calls: int = 0
     numbers: list[float] = field(default_factory=lambda: [0.0] * 5)
-    traced_steps: tf.Variable | None = None
-    traced: tf.Variable | None = None
 
 
 _counts: weakref.WeakKeyDictionary[Optimizer, _Counts] = weakref.WeakKeyDictionary()
@@ -89,11 +81,10 @@ def _apply(
     grads = list(grads)
     known = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
     known = [tf.convert_to_tensor(g) for g in known if g is not None]
-    if known and not _here.paused and not tf.distribute.has_strategy():
+    is_watched = tf.executing_eagerly() and not _here.paused
+    if known and is_watched and not tf.distribute.has_strategy():
         counts = _counts.setdefault(optimizer, _Counts())
-        if not tf.executing_eagerly():
-            _count_in_graph(optimizer, counts, known)
-        elif counts.steps < _STEPS:
+        if counts.steps < _STEPS:
             counts.steps += 1
             _add(counts, _of_step(known).numpy())
             _decide(optimizer, counts)
@@ -124,40 +115,6 @@ def _of_step(gradients: Sequence[Tensor]) -> Tensor:
         return tf.stack([*numbers, whole])
 
     return tf.add_n([count(gradient) for gradient in gradients])
-
-
-def _count_in_graph(optimizer: Optimizer, counts: _Counts, gradients: Sequence[Tensor]) -> None:
-    if counts.steps >= _STEPS or tf_private.is_compiled_by_xla():
-        return
-    if counts.traced is None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            # On the host, where a branch waits for no device.
-            counts.traced_steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-            counts.traced = tf.Variable(tf.zeros(5), trainable=False)
-    steps, total = counts.traced_steps, counts.traced
-
-    def count() -> None:
-        total.assign_add(_of_step(gradients))
-
-    with tf.device("CPU:0"):
-        is_first = steps < _STEPS
-        steps.assign_add(1)
-    tf.cond(is_first, count, lambda: None)
-    begin = functools.partial(_begin_call, weakref.ref(optimizer))
-    tf_private.call_at_calls(begin, f"tfamp_underflow_{id(optimizer)}")
-
-
-def _begin_call(reference: weakref.ref[Optimizer]) -> None:
-    """Reads the counters before the second and the fourth call of a traced step."""
-    optimizer = reference()
-    counts = None if optimizer is None else _counts.get(optimizer)
-    if counts is None or counts.steps >= _STEPS:
-        return
-    counts.calls += 1
-    if counts.calls in (2, _STEPS + 1):
-        counts.steps = min(_STEPS, int(counts.traced_steps))
-        counts.numbers = list(map(float, counts.traced.numpy()))
-        _decide(optimizer, counts)
 
 
 def _add(counts: _Counts, numbers: Sequence[float]) -> None:
