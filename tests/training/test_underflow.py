@@ -61,17 +61,16 @@ def no_warning():
         yield
 
 
-@pytest.mark.parametrize("traced", [False])
 @pytest.mark.parametrize("factor", [2.0**-27, 2.0**-40], ids=["most", "all"])
-def test_underflow_is_warned_of_once(traced, factor):
+def test_underflow_is_warned_of_once(factor):
     step, _ = autocast_step("float16", factor)
     with pytest.warns(tfamp.TfampWarning, match=ZERO) as caught:
-        gradients = run(step, traced)
+        gradients = run(step, traced=False)
     assert sum("exactly zero" in str(each.message) for each in caught) == 1
     zeros = np.mean([np.mean(g.numpy() == 0.0) for g in gradients])
     assert zeros > 0.5
     with no_warning():
-        run(step, traced)
+        run(step, traced=False)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -103,8 +102,7 @@ def test_scaled_optimizers_are_not():
             scaler.update()
 
 
-@pytest.mark.parametrize("traced", [False])
-def test_a_bare_optimizer_under_a_policy(traced):
+def test_a_bare_optimizer_under_a_policy():
     with tfamp.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(name="sgd")
@@ -118,11 +116,10 @@ def test_a_bare_optimizer_under_a_policy(traced):
             optimizer.apply(tape.gradient(loss, sources), model.trainable_variables)
 
         with pytest.warns(tfamp.TfampWarning, match=ZERO):
-            run(step, traced)
+            run(step, traced=False)
 
 
-@pytest.mark.parametrize("traced", [False])
-def test_a_rewritten_loss(traced):
+def test_a_rewritten_loss():
     weight = keras.Variable(np.float32(np.random.default_rng(0).normal(size=(16, 16))))
     optimizer = keras.optimizers.SGD(name="sgd")
     optimizer.build([weight])
@@ -139,7 +136,7 @@ def test_a_rewritten_loss(traced):
         return gradients
 
     with pytest.warns(tfamp.TfampWarning, match=ZERO):
-        (gradient,) = run(step, traced)
+        (gradient,) = run(step, traced=False)
     assert not gradient.numpy().any()
 
 

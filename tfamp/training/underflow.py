@@ -79,17 +79,20 @@ def _apply(
     original: Callable[..., Any], optimizer: Optimizer, grads: Any, *rest: Any, **named: Any
 ) -> Any:
     grads = list(grads)
-    known = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    known = [tf.convert_to_tensor(g) for g in known if g is not None]
-    is_watched = tf.executing_eagerly() and not _here.paused
-    if known and is_watched and not tf.distribute.has_strategy():
-        counts = _counts.setdefault(optimizer, _Counts())
-        if counts.steps < _STEPS:
-            counts.steps += 1
-            _add(counts, _of_step(known).numpy())
-            _decide(optimizer, counts)
+    is_watched = runs_tensorflow() and tf.executing_eagerly() and not _here.paused
+    if is_watched and not tf.distribute.has_strategy():
+        _look_at(optimizer, grads)
     with paused():  # Of the parts of a MultiOptimizer.
         return original(optimizer, grads, *rest, **named)
+
+
+def _look_at(optimizer: Optimizer, grads: Sequence[Tensor]) -> None:
+    counts = _counts.setdefault(optimizer, _Counts())
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    if values and counts.steps < _STEPS:
+        counts.steps += 1
+        _add(counts, _of_step([tf.convert_to_tensor(value) for value in values]).numpy())
+        _decide(optimizer, counts)
 
 
 _hooks = Patch(
