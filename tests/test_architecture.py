@@ -29,12 +29,13 @@ EDGES = {
     "kernel_guard": "core planning interop machine",
     "state_guard": "core interop",
     "torch_style": ("core planning interop machine kernel_guard state_guard policy graph training"),
-    "layers": "core planning interop machine kernel_guard state_guard policy",
+    "layers": "core planning interop machine kernel_guard state_guard policy training",
     "training": "core interop",
     "optimizer": "core interop training",
     "gradient_accumulator": "core interop training optimizer",
     "rewriting": (
-        "core planning interop machine kernel_guard policy graph torch_style layers reports"
+        "core planning interop machine kernel_guard policy graph torch_style layers reports "
+        "training"
     ),
     "levels": (
         "core reports planning interop machine policy torch_style layers training optimizer "

@@ -71,8 +71,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         hysteresis: Number of overflows in a row from which on the scale backs off.
         min_scale: Smallest scale.
         max_scale: Largest scale.
-        aggregate_in_float16: Sums the gradients of several replicas as float16 at the current
-            scale, which sends half the bytes; unscales the sum in float32, then checks it.
+        aggregate_in_float16: True is `aggregate_in="float16"`.
         master_weights: Whether to update float16 and bfloat16 variables through float32 copies,
             kept and saved with the optimizer. None does without `weight_rounding`, if Keras
             runs on TensorFlow and `inner_optimizer` is not built yet.
@@ -88,13 +87,18 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             rounded stochastically. None is "float32" for "split", else "bfloat16".
         grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips
             the unscaled gradients, summed over the replicas, all together.
+        aggregate_in: Dtype in which the gradients of several replicas are sent to be summed:
+            16 bits are half of float32's bytes. "float16" sums as float16, at the current scale;
+            unscales the sum in float32, then checks it. "bfloat16", which needs no scale, sums in
+            float32 and rounds the sum to bfloat16. None sends them in float32.
         name: Name of the optimizer.
 
     Raises:
         TypeError: `inner_optimizer` is not a Keras optimizer, or an argument has a wrong type.
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
-            `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
+            `aggregate_in` with an inner optimizer that accumulates gradients, or
+            `aggregate_in` is another dtype or contradicts `aggregate_in_float16`, or
             `weight_rounding` with `master_weights` or another optimizer, or `slots` without
             `weight_rounding`, or `dynamic=False` with an argument for a changing scale.
 
@@ -135,12 +139,14 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         weight_rounding: str | None = None,
         slots: str | None = None,
         grad_clip: GradClip | Mapping[str, Any] | float | None = None,
+        aggregate_in: str | None = None,
         name: str | None = None,
     ) -> None:
         scaling.check_scales_no_loss(inner_optimizer, "LossScaleOptimizer")
         clip = options.resolve_grad_clip(grad_clip)
+        aggregate_in = options.resolve_aggregation(aggregate_in, aggregate_in_float16)
         how = options.resolve_weight_rounding(weight_rounding, slots, master_weights)
-        _check_features(inner_optimizer, clip, aggregate_in_float16, master_weights, how)
+        _check_features(inner_optimizer, clip, aggregate_in is not None, master_weights, how)
         built = DynamicLossScale(
             # Keras 2's class has None for both, and programs pass it on.
             initial_scale=_or_default(initial_scale, DynamicLossScale.initial_scale),
@@ -157,7 +163,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = inner_optimizer
         self.rule = rule
         self.grad_clip = clip
-        self.aggregate_in_float16 = aggregate_in_float16
+        self.aggregate_in = aggregate_in
         self.master_weights = master_weights
         self.weight_rounding, self.slots = weight_rounding, slots
         self._create_variables()
@@ -437,9 +443,8 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             unscaled = True
         record, weights = self.gradient_record, self.stored_weights
         scaled = record.take(grads, weights.targets(variables), unscaled)
-        float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            scaled, record.finite_before(scaled.divisor), self.grad_clip, float16_at
+            scaled, record.finite_before(scaled.divisor), self.grad_clip, self._aggregation()
         )
         for observe in self.gradient_observers:
             observe(grads, variables, scaled.divisor, finite)
@@ -448,6 +453,14 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         skips = self.rule.skip_nonfinite
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
         skipped_steps.note_step(self)
+
+    def _aggregation(self) -> gradient_lib.Aggregation | None:
+        if self.aggregate_in is None:
+            return None
+        if self.aggregate_in == "bfloat16":
+            return Gradients.summed_in_bfloat16
+        scale = as_tensor(self.dynamic_scale)
+        return lambda gradients: gradients.summed_in_float16(scale)
 
     def _check_known(self, variables: list[Variable]) -> None:
         # Some releases of Keras fail while they format this message.
@@ -538,6 +551,11 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         return isinstance(self.rule, DynamicLossScale)
 
     @property
+    def aggregate_in_float16(self) -> bool:
+        """Whether the gradients of several replicas are sent, and summed, as float16."""
+        return self.aggregate_in == "float16"
+
+    @property
     def initial_scale(self) -> float:
         """The scale of the first step."""
         return self.rule.initial_scale
@@ -609,7 +627,7 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "loss_scale": asdict(self.rule),
-            "aggregate_in_float16": self.aggregate_in_float16,
+            "aggregate_in": self.aggregate_in,
             "master_weights": self.master_weights,
             "weight_rounding": self.weight_rounding,
             "slots": self.slots,
@@ -703,7 +721,7 @@ def _check_features(
     of_weights = bool(masters) or rounding is not None
     if of_sums or of_weights:
         require_tensorflow(
-            "tfamp.LossScaleOptimizer with grad_clip, aggregate_in_float16, master_weights or "
+            "tfamp.LossScaleOptimizer with grad_clip, aggregate_in, master_weights or "
             "weight_rounding",
             "tfamp.LossScaleOptimizer without them",
         )
@@ -711,6 +729,6 @@ def _check_features(
         raise ValueError(
             f"{inner.name} has "
             f"gradient_accumulation_steps={inner.gradient_accumulation_steps}: grad_clip and "
-            "aggregate_in_float16 would act on the gradients of every micro-batch instead of "
-            "their mean. Create it without, and accumulate with tfamp.GradientAccumulator."
+            "aggregate_in would act on the gradients of every micro-batch instead of their mean. "
+            "Create it without, and accumulate with tfamp.GradientAccumulator."
         )

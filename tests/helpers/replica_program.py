@@ -123,6 +123,11 @@ class Float16Reduce(Policy):
         return super().optimizer(aggregate_in_float16=True, **options)
 
 
+class Bfloat16Reduce(Policy):
+    def optimizer(self, **options):
+        return super().optimizer(aggregate_in="bfloat16", **options)
+
+
 class Masters(Training):
     dtype = "float16"
 
@@ -238,6 +243,7 @@ class Scaler(Policy):
 WAYS = {
     "policy": Policy,
     "float16_reduce": Float16Reduce,
+    "bfloat16_reduce": Bfloat16Reduce,
     "masters": Masters,
     "bfloat16_masters": Bfloat16Masters,
     "clipped": Clipped,

@@ -15,7 +15,7 @@ import tfamp
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS / "helpers" / "replica_program.py"
 WAYS = (
-    *("policy", "float16_reduce", "masters", "autocast"),
+    *("policy", "float16_reduce", "bfloat16_reduce", "masters", "autocast"),
     *("rewrite", "rewrite_all", "level", "scaler"),
 )
 
@@ -104,7 +104,10 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    pytest.param(2, ("float16_reduce", "rewrite_all", "level"), 12, marks=pytest.mark.slow),
+    pytest.param(
+        2, ("float16_reduce", "bfloat16_reduce", "rewrite_all", "level"), 12, marks=pytest.mark.slow
+    ),
+    pytest.param(4, ("bfloat16_reduce",), 12, marks=pytest.mark.nightly),
     pytest.param(3, WAYS, 500, marks=pytest.mark.nightly),
 ]
 

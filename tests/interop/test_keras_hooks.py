@@ -1,5 +1,7 @@
 """The wrapped constructors come and go without a trace; every private Keras symbol is there."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -376,3 +378,18 @@ def test_a_variable_is_read_low_in_a_low_scope_unless_it_is_read_as_stored():
         keras_hooks.read_as_stored(layer.counter)
         assert layer.counter.value.dtype == "float32"
         assert layer.weight.value.dtype == "bfloat16"
+
+
+def test_gradients_of_low_variables_are_summed_in_float32_where_it_was_asked_for():
+    low = [keras.Variable(np.ones(2), dtype=dtype) for dtype in ("float16", "float64")]
+    for context, expected in (
+        (contextlib.nullcontext, "float16"),
+        (keras_hooks.float32_gradient_sums, "float32"),
+    ):
+        optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+        with context():
+            assert keras_hooks.gradient_sums(optimizer) == []
+            optimizer.build(low)
+        variables, sums = zip(*keras_hooks.gradient_sums(optimizer), strict=True)
+        assert all(a is b for a, b in zip(variables, low, strict=True))
+        assert [total.dtype for total in sums] == [expected, "float64"]

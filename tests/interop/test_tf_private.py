@@ -28,6 +28,15 @@ def test_replicas_share_the_graph_in_which_they_run_but_not_that_of_a_nested_fun
     assert not tf_private.replicas_share_graph()
 
 
+def test_a_tape_records():
+    assert not tf_private.is_recorded()
+    with tf.GradientTape() as tape:
+        assert tf_private.is_recorded()
+        with tape.stop_recording():
+            assert not tf_private.is_recorded()
+    assert not tf_private.is_recorded()
+
+
 def test_mirrored_strategy_on_cpus_needs_merge_call_and_no_strategy_none(two_replicas):
     assert not tf_private.strategy_needs_merge_call()
     answers = []

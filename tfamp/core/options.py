@@ -167,6 +167,25 @@ def checked_scale(name: str, value: object) -> float:
     return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
 
 
+# ---- Sums over replicas ----------------------------------------------------------------
+
+
+def resolve_aggregation(dtype: object, in_float16: object) -> str | None:
+    """Returns the dtype of `aggregate_in`, or of its older form `aggregate_in_float16`."""
+    flag = checked_flag("aggregate_in_float16", in_float16)
+    if dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(
+            "aggregate_in must be 'float16', 'bfloat16' or None for the dtype of the gradients; "
+            f"got {dtype!r}."
+        )
+    if flag and dtype == "bfloat16":
+        raise ValueError(
+            "aggregate_in='bfloat16' and aggregate_in_float16=True contradict each other. Give "
+            "one of them: aggregate_in_float16=True is aggregate_in='float16'."
+        )
+    return "float16" if flag else dtype
+
+
 # ---- Clipping --------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ from tfamp.interop.patching import (
     attempt,
     foreign,
     foreign_symbol,
+    patched_here,
     require_attribute,
     wrap_method,
 )
@@ -740,6 +741,52 @@ def applying_view(
             applying_view(each, summed=summed, counter=counter) for each in inner
         ]
     return view
+
+
+def float32_gradient_sums() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which optimizers are built to sum gradients in float32 or wider.
+
+    Keras's `gradient_accumulation_steps` sums in the dtype of the variable: a bfloat16 sum of
+    ones stops at 256. Symbols: `add_variable_from_reference`, and the name that `build` gives to
+    the sums.
+    """
+    return patched_here(slot=_gradient_sum)
+
+
+def _gradient_sum(
+    original: Method, optimizer: Optimizer, variable: Variable, name: str | None = None, **rest: Any
+) -> Variable:
+    is_sum = name == "gradient_accumulator" and not _has_next_value(variable)
+    if is_sum and keras.backend.standardize_dtype(variable.dtype) in LOW_PRECISION:
+        variable = _InFloat32(variable)
+    return original(optimizer, variable, name=name, **rest)
+
+
+def _has_next_value(variable: Variable) -> bool:
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+class _InFloat32:
+    """A variable whose slot is to be float32; its other attributes are the variable's own."""
+
+    dtype = "float32"
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+
+def gradient_sums(optimizer: Optimizer) -> list[tuple[Variable, Variable]]:
+    """The variables of an optimizer and the sums of their gradients; none without such sums.
+
+    Symbol: `_accumulated_gradients`.
+    """
+    if not optimizer.gradient_accumulation_steps or not optimizer.built:
+        return []
+    sums = keras_symbol(optimizer, "_accumulated_gradients")
+    return list(zip(built_for(optimizer), sums, strict=True))
 
 
 def excluded_from_decay(optimizer: Optimizer) -> tuple[set[Any], Any]:

@@ -43,6 +43,8 @@ _KERAS_AND_PUBLIC = (
     # Called by a layer once it has chosen the dtype in which it reads its variables.
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    ("step", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    ("slot", "keras.src.optimizers.base_optimizer:BaseOptimizer.add_variable_from_reference"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Reads the dtype's eps, which NumPy does not have for bfloat16.
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),

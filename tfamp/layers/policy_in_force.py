@@ -31,6 +31,7 @@ from tfamp.layers.assignment import assignments
 from tfamp.layers.records import WeakMap
 from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy
+from tfamp.training import underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
@@ -260,6 +261,7 @@ def _follow() -> None:
     levels = [*_open_scopes, *([] if _process is None else [_process])]
     constructors.keep(any(level.policy.is_mixed for level in levels))
     policy_source.keep(bool(levels))
+    underflow.watch("policy", any(level.policy.compute_dtype == "float16" for level in levels))
 
 
 def _patch(policy: Policy) -> None:

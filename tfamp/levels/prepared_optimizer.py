@@ -222,7 +222,7 @@ def wrapped(
         "master_weights": level.master_weights,
         "weight_rounding": config.weight_rounding,
         "slots": config.slots,
-        "aggregate_in_float16": False,
+        "aggregate_in": None,
     }
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
     if is_wrapper and not _made_here.get(optimizer) and level.level != "O0":

@@ -27,6 +27,7 @@ from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting.pipeline import call_converted, shared_plan
 from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.training import underflow
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function "
@@ -112,6 +113,8 @@ def rewrite(
         profile=profile,
         on_error=on_error,
     )
+    if options.dtype == "float16":
+        underflow.watch_next_steps()
     if example_args is not None and not isinstance(example_args, list | tuple):
         raise TypeError(
             "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "

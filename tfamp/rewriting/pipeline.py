@@ -41,6 +41,7 @@ from tfamp.rewriting.custom_gradients import (
 )
 from tfamp.rewriting.traced_function import FlatCall, PythonFunction, TracedFunction
 from tfamp.torch_style.modes import current_modes
+from tfamp.training import underflow
 
 _NUMBERS = itertools.count(1)
 # Attributes dropped on import. Shapes are inferred again; colocation may refer to a fed node.
@@ -61,7 +62,8 @@ def call_converted(
     plan, which is None where the options leave the function in float32.
     """
     # An autocast around the call would cast before the rewrite decides, outputs included.
-    with current_modes.set_to(None):
+    # Counters of a step's gradients would be rewritten with it.
+    with current_modes.set_to(None), underflow.paused():
         traced = _trace(function, call)
     graph, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]

@@ -59,6 +59,7 @@ from tfamp.torch_style.modes import (
     dtype_name,
     recast,
 )
+from tfamp.training import underflow
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _TENSORS = (tf.Tensor, tf.Variable)
@@ -289,11 +290,18 @@ def paused(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
         return original(*args, **kwargs)
 
 
+def _watch_steps(mode: Mode | None) -> None:
+    """Watches the steps that follow a tape: inference leaves nothing behind."""
+    if mode is not None and mode.dtype == "float16":
+        underflow.watch_next_steps()
+
+
 def recording(original: Original, *args: Any, **kwargs: Any) -> Nest:
     """Drops cached casts that a tape has not recorded, in a float32 island, too."""
     casts = current_modes.casts
     if casts is not None:
         casts.recording_changed()
+    _watch_steps(current_modes.current)
     return original(*args, **kwargs)
 
 
@@ -629,6 +637,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             kernel_guard.leave(guard)
             raise
         state_guard.hooks.acquire()
+        if tf_private.is_recorded():
+            _watch_steps(self._mode)
         block = current_modes.block(self._mode)
         block.guard = guard
         self._entered.append(block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from tfamp.core.options import GradClip
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import held_dtype, is_compiled_by_xla, written_handles
+from tfamp.training.bfloat16_sums import bits_as_bfloat16, bits_of_bfloat16, sum_as_bfloat16
 
 # A gradient and its variable; either may be None.
 _Pair: TypeAlias = tuple[Tensor, Variable]
@@ -61,13 +62,17 @@ class Gradients:
         values = [g if is_next_value(v) else _mapped(divided, g) for g, v in self.pairs()]
         return replace(self, values=values, divisor=None)
 
-    def as_stored(self) -> Gradients:
-        """The gradients in their variables' dtypes.
+    def in_dtypes_of(self, sums: Mapping[Any, Variable], key: Callable[..., Any]) -> Gradients:
+        """The gradients in the dtypes of the sums that they are added to, by variables' keys.
 
-        Keras accumulates gradients in sums of that dtype without a cast.
+        Keras adds them without a cast.
         """
-        values = [g if is_next_value(v) else _in_dtype_of(v, g) for g, v in self.pairs()]
-        return replace(self, values=values)
+
+        def cast(gradient: Tensor, variable: Variable) -> Tensor:
+            total = None if is_next_value(variable) else sums.get(key(variable))
+            return gradient if total is None else _in_dtype_of(total, gradient)
+
+        return replace(self, values=[cast(*pair) for pair in self.pairs()])
 
     def all_finite(self) -> Tensor:
         """Whether all unchecked gradients, unscaled, are finite in their variables' dtypes."""
@@ -160,6 +165,32 @@ class Gradients:
         values = [_mapped(widened, gradient) for gradient in _all_reduced(sent)]
         return replace(self, values=values, divisor=loss_scale, checked=None, summed=True)
 
+    def summed_in_bfloat16(self) -> Gradients:
+        """The sums over the replicas, sent as bfloat16 and computed in float32: their divisor.
+
+        float64 is sent as float64. bfloat16 has float32's range, so that no loss scale is needed.
+        """
+
+        def packed(values: Tensor) -> Tensor:
+            return values if values.dtype == tf.float64 else bits_of_bfloat16(values)
+
+        def unpacked(values: Tensor) -> Tensor:
+            return values if values.dtype == tf.float64 else bits_as_bfloat16(values)
+
+        dense = [
+            not (g is None or isinstance(g, tf.IndexedSlices) or is_next_value(v))
+            and dtype_name(g) != "float64"
+            for g, v in self.pairs()
+        ]
+        chosen, others = self.split(dense)
+        sums = iter(sum_as_bfloat16(chosen.values))
+        # Rows of sparse gradients are gathered, and added up later in float32.
+        sent = [(g if is_next_value(v) else _mapped(packed, g), v) for g, v in others.pairs()]
+        pairs = zip(_all_reduced(sent), others.variables, strict=True)
+        rest = iter([g if is_next_value(v) else _mapped(unpacked, g) for g, v in pairs])
+        values = [next(sums) if is_dense else next(rest) for is_dense in dense]
+        return replace(self, values=values, checked=None, summed=True)
+
     def clipped(self, clip: GradClip) -> tuple[Gradients, Tensor]:
         """Clips the global norm through the divisor; returns the norm before, too.
 
@@ -176,20 +207,23 @@ class Gradients:
         return replace(self, divisor=divisor * factor), norm
 
 
+# Sums the gradients of a step over the replicas.
+Aggregation: TypeAlias = Callable[[Gradients], Gradients]
+
+
 def summed_checked_clipped(
-    gradients: Gradients, finite: Tensor, clip: GradClip | None, float16_at: Tensor = None
+    gradients: Gradients, finite: Tensor, clip: GradClip | None, send: Aggregation | None = None
 ) -> tuple[Gradients, Tensor, Tensor]:
     """Sums, checks and clips the gradients of a step.
 
-    `finite` is the result of earlier checks. With `float16_at`, a loss scale, sums over
-    replicas are sent as float16 at that scale; sums are checked again, as they can overflow
-    where no replica's gradient does.
+    `finite` is the result of earlier checks. `send` sums gradients over replicas in a way of its
+    own; sums are checked again, as they can overflow where no replica's gradient does.
 
     Returns the gradients, whether all are finite on all replicas, and their norm before
     clipping, None without a clip.
     """
-    if several_replicas() and float16_at is not None:
-        gradients = gradients.summed_in_float16(float16_at)
+    if several_replicas() and send is not None:
+        gradients = send(gradients)
     elif clip is not None:
         gradients = gradients.summed_over_replicas()
     finite = gradients.all_finite_everywhere(finite)

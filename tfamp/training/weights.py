@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +19,12 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
-from tfamp.interop.patching import wrap_method
+from tfamp.interop.patching import level_of_user, wrap_method
+from tfamp.training import underflow
 from tfamp.training.fused_update import RULED, fused_update, why_unruled
 from tfamp.training.gradients import (
     Gradients,
@@ -83,8 +87,11 @@ class PlainWeights:
         return [self._by_key.get(key(v), v) for v in variables]
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Builds the optimizer for the targets of variables."""
-        self.optimizer.build(self.targets(variables))
+        """Builds the optimizer for the targets of variables; it sums gradients in float32."""
+        targets = self.targets(variables)
+        low = any(dtype_name(target) in LOW_PRECISION for target in targets)
+        with keras_hooks.float32_gradient_sums() if low else contextlib.nullcontext():
+            self.optimizer.build(targets)
 
     def load(self) -> None:
         """Copies values assigned to the variables since `store` to the targets.
@@ -501,14 +508,44 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
             "master_weights=True instead."
         )
     others = others.unscaled()
-    applied = keras_hooks.inner_optimizers(optimizer)
-    if any(inner.gradient_accumulation_steps for inner in applied):
-        others = others.as_stored()
+    others = others.in_dtypes_of(_gradient_sums(optimizer), keras_hooks.key_of(optimizer))
     counts_itself = tf.distribute.has_strategy() and not tf_private.strategy_needs_merge_call()
     if others.summed or counts_itself:
         counter = _on_this_replica if counts_itself else None
         optimizer = keras_hooks.applying_view(optimizer, summed=others.summed, counter=counter)
-    optimizer.apply(others.values, others.variables)
+    with underflow.paused():
+        optimizer.apply(others.values, others.variables)
+
+
+def _gradient_sums(optimizer: Optimizer) -> dict[Any, Variable]:
+    """The sums in which Keras accumulates gradients, by its keys of their variables.
+
+    Warns of those in 16 bits, of an optimizer that was built before it was wrapped.
+    """
+    key = keras_hooks.key_of(optimizer)
+    parts = keras_hooks.inner_optimizers(optimizer)
+    pairs = [pair for part in parts for pair in keras_hooks.gradient_sums(part)]
+    low = [v for v, total in pairs if dtype_name(total) in LOW_PRECISION and not is_next_value(v)]
+    if low:
+        _warn_of_low_sums(optimizer, low)
+    return {key(variable): total for variable, total in pairs}
+
+
+def _warn_of_low_sums(optimizer: Optimizer, low: Sequence[Variable]) -> None:
+    if _warned_of_low_sums.get(optimizer):
+        return
+    _warned_of_low_sums[optimizer] = True
+    warnings.warn(
+        f"{optimizer.name} sums the gradients of {len(low)} variables, such as "
+        f"{variable_name(low[0])}, in {dtype_name(low[0])}, because it was built before "
+        "LossScaleOptimizer could give it float32 sums: gradients much smaller than their sum are "
+        "lost. Create a new inner optimizer, and let LossScaleOptimizer build it.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+_warned_of_low_sums: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
 def _on_this_replica(counter: Variable) -> Any:
