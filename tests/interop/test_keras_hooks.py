@@ -354,3 +354,19 @@ def test_a_variable_is_read_low_in_a_low_scope_unless_it_is_read_as_stored():
         keras_hooks.read_as_stored(layer.counter)
         assert layer.counter.value.dtype == "float32"
         assert layer.weight.value.dtype == "bfloat16"
+
+
+def test_a_function_reads_the_variables_of_a_layer_also_when_its_call_runs_again():
+    layer = Counting()
+    layer.build((2, 2))
+    with keras_hooks.reading_by(lambda value: (value, "read"), layer, "bfloat16"):
+        assert keras_hooks.reads_float32()
+        assert keras_hooks.reads_low(layer.counter)
+        assert layer.counter.value[1] == "read"
+        assert layer.counter.dtype == "float32"
+        again = keras_hooks.reading_again()
+    assert not keras_hooks.reads_float32()
+    with again():
+        assert layer.counter.value[1] == "read"
+    with keras_hooks.reading_again()():
+        assert not keras_hooks.reads_low(layer.counter)
