@@ -1,6 +1,7 @@
 """Keeps the float32 state that a layer updates in its call, such as counters, in float32.
 
 Inside the call of a layer that computes low, Keras reads float32 variables in the low dtype.
+Under autocast they are read in float32, and take the dtype of low tensors they are combined with.
 A sum that such a read begins stops where the next term is below half a unit of its last place:
 a counter in bfloat16 stops at 256. So here
 
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Layer, Method, Nest, Tensor, Variable
 from tfamp.interop import keras_hooks, op_calls, tf_private
@@ -59,9 +61,16 @@ def assign_in_place(original: Method, variable: Variable, value: Any) -> Any:
 def assign(original: Method, variable: Variable, value: Any) -> Any:
     """Assigns a variable; warns of one that may have been computed from a low read of itself."""
     layer_name = getattr(variable, _NOT_TRACED, None)
-    if layer_name is not None and keras_hooks.reads_low(variable):
+    # Under autocast a value that is float32 was computed in float32.
+    is_exact = keras_hooks.reads_float32() and not _is_low(value)
+    if layer_name is not None and keras_hooks.reads_low(variable) and not is_exact:
         _warn(variable, layer_name, "its call runs in eager mode only, so tfamp cannot tell")
     return original(variable, value)
+
+
+def _is_low(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and keras.backend.standardize_dtype(dtype) in LOW_PRECISION
 
 
 hooks = Patch(
@@ -236,7 +245,7 @@ def _warn(variable: Variable, layer_name: str, reason: str) -> None:
     dtype = keras_hooks.reading_dtype()
     warnings.warn(
         f"{layer_name} computes the next value of its variable {variable.path!r} from the last "
-        f"one, which its call reads in {dtype}: {reason}. Small updates are lost there. Create it "
+        f"one, which its call uses in {dtype}: {reason}. Small updates are lost there. Create it "
         "with add_weight(..., autocast=False), which reads float32, and cast what it is computed "
         'with by keras.ops.cast(x, "float32"); or give the layer dtype="float32".',
         TfampWarning,

@@ -393,3 +393,19 @@ def test_gradients_of_low_variables_are_summed_in_float32_where_it_was_asked_for
         variables, sums = zip(*keras_hooks.gradient_sums(optimizer), strict=True)
         assert all(a is b for a, b in zip(variables, low, strict=True))
         assert [total.dtype for total in sums] == [expected, "float64"]
+
+
+def test_a_function_reads_the_variables_of_a_layer_also_when_its_call_runs_again():
+    layer = Counting()
+    layer.build((2, 2))
+    with keras_hooks.reading_by(lambda value: (value, "read"), layer, "bfloat16"):
+        assert keras_hooks.reads_float32()
+        assert keras_hooks.reads_low(layer.counter)
+        assert layer.counter.value[1] == "read"
+        assert layer.counter.dtype == "float32"
+        again = keras_hooks.reading_again()
+    assert not keras_hooks.reads_float32()
+    with again():
+        assert layer.counter.value[1] == "read"
+    with keras_hooks.reading_again()():
+        assert not keras_hooks.reads_low(layer.counter)

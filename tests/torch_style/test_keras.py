@@ -123,13 +123,15 @@ def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
 
 
 class Watched(keras.layers.Dense):
-    """Notes the dtype in which it reads its kernel."""
+    """Notes the dtypes in which it reads its kernel, and adds its bias."""
 
     seen = {}
 
     def call(self, x):
-        self.seen[self.name] = self.kernel.dtype
-        return super().call(x)
+        read, result = tf.convert_to_tensor(self.kernel), super().call(x)
+        assert read.dtype == self.kernel.dtype
+        self.seen[self.name] = self.kernel.dtype, result.dtype.name
+        return result
 
 
 def test_a_float32_layer_inside_a_layer_with_a_mixed_policy_stays_float32():
@@ -142,29 +144,31 @@ def test_a_float32_layer_inside_a_layer_with_a_mixed_policy_stays_float32():
         def call(self, x):
             outside = self.inner.kernel.dtype
             y = self.inner(x)
-            seen.append((outside, Watched.seen["inner"]))
+            seen.append((outside, *Watched.seen["inner"]))
             return y
 
     seen, outer = [], Outer()
     for layer in (outer, keras.Sequential([outer])):
         with tfamp.autocast("bfloat16"):
             layer(values(*ROW))
-    assert set(seen) == {("float16", "float32")}
+    assert set(seen) == {("float16", "float32", "float32")}
 
 
 @both_dtypes
-def test_layers_in_layers_read_their_variables_low_and_those_that_do_not_autocast_do_not(dtype):
+def test_layers_in_layers_read_float32_and_compute_low_unless_they_do_not_autocast(dtype):
     def seen(**options):
         inner = Watched(3, name="inner")
         inner.build((None, 3))
         model = keras.Sequential([Watched(3, name="outer", **options), inner])
+        x = tf.cast(values(*ROW), options.get("dtype", "float32"))
         with tfamp.autocast(dtype):
-            model(tf.cast(values(*ROW), options.get("dtype", "float32")))
+            model(x)
         return Watched.seen["outer"], Watched.seen["inner"]
 
-    assert seen() == (dtype, dtype)
-    assert seen(autocast=False) == ("float32", dtype)
-    assert seen(dtype="float64") == ("float64", dtype)
+    low, exact = ("float32", dtype), ("float32", "float32")
+    assert seen() == (low, low)
+    assert seen(autocast=False) == (exact, low)
+    assert seen(dtype="float64") == (("float64", "float64"), low)
 
 
 # ---- Optimizers and fit --------------------------------------------------------------------------

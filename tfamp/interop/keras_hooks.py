@@ -528,29 +528,61 @@ def call_in_float32(layer: Layer, method: Method, *args: Any, **kwargs: Any) -> 
         layer.__dict__.update(changed)
 
 
-def reading_in(layer: Layer, dtype: str) -> Reading:
-    """Returns a context in which a call of a float32 layer reads its variables in a dtype.
+def reading_by(read: Callable[[Any], Any], layer: Layer, low: str) -> Reading:
+    """Returns a context in which a call of a float32 layer reads its variables by a function.
 
-    Keras does the same for mixed policies. Variables that opted out, such as
-    BatchNormalization's and the optimizer's, are not affected; nor are layers that read another
-    dtype, or that read float32 because a layer around them does.
+    Variables that opted out, such as BatchNormalization's and the optimizer's, are not affected;
+    nor are layers that read another dtype, or that read float32 because a layer around them does.
 
     Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the
-    scope around it, and `get_autocast_scope`.
+    scope around it, its method `maybe_cast`, and `get_autocast_scope`.
+
+    Args:
+        read: Returns what a read of a variable's value returns.
+        layer: The layer.
+        low: The low dtype in which ops may use what is read.
     """
     if layer.autocast and layer.compute_dtype == "float32":
-        scope = foreign(f"{_VARIABLES}:get_autocast_scope")()
+        scope = _scope_in_force()()
         # Inside a layer's scope of another dtype, a layer opens a scope first.
         if scope is None or isinstance(scope.original_scope, _scope_of_ours()):
-            reading: Reading = _scope_of_ours()(dtype)
+            reading: Reading = _scope_of_ours()(read, low)
             return reading
     return contextlib.nullcontext()
+
+
+def reads_float32() -> bool:
+    """Whether variables are read by a function of `reading_by` here. Symbols: as of that."""
+    return isinstance(_scope_in_force()(), _scope_of_ours())
+
+
+def reading_again() -> Callable[[], Reading]:
+    """Returns what makes contexts in which variables are read as here by `reading_by`.
+
+    A layer's call may run again, to be differentiated, after its scope was left.
+
+    Symbols: as of `reading_by`.
+    """
+    if reads_float32():
+        scope = _scope_in_force()()
+        return functools.partial(_scope_of_ours(), scope.maybe_cast, scope.low)
+    return contextlib.nullcontext
 
 
 @functools.cache
 def _scope_of_ours() -> type[Any]:
     """A class of scopes, to distinguish tfamp's from those that layers open."""
-    return type("Scope", (foreign(f"{_VARIABLES}:AutocastScope"),), {})
+    of_keras = foreign(f"{_VARIABLES}:AutocastScope")
+    keras_symbol(of_keras, "maybe_cast")
+
+    class Scope(of_keras):  # type: ignore[misc, valid-type]
+        """Variables have their own dtype in it."""
+
+        def __init__(self, read: Callable[[Any], Any], low: str) -> None:
+            super().__init__(None)
+            self.low, self.maybe_cast = low, read
+
+    return Scope
 
 
 def reading_variables_in(dtype: str | None) -> Reading:
@@ -566,12 +598,14 @@ def reading_variables_in(dtype: str | None) -> Reading:
 
 
 def reading_dtype() -> str | None:
-    """The dtype in which variables are read here; None for the dtype that each one has.
+    """The dtype in which variables are used here; None for the dtype that each one has.
 
     Symbol: `keras.src.backend.common.variables.get_autocast_scope`.
     """
     scope = _scope_in_force()()
-    dtype: str | None = None if scope is None else scope.dtype
+    if scope is None:
+        return None
+    dtype: str | None = getattr(scope, "low", scope.dtype)
     return dtype
 
 
@@ -583,7 +617,7 @@ def _scope_in_force() -> Callable[[], Any]:
 
 
 def reads_low(variable: Variable) -> bool:
-    """Whether a float32 variable is read in a low dtype here.
+    """Whether a float32 variable is read, or used by ops, in a low dtype here.
 
     Symbols: `Variable._dtype`, as the public dtype is the one that it is read in, and
     `Variable._autocast`.

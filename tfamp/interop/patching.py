@@ -46,6 +46,8 @@ _KERAS_AND_PUBLIC = (
     ("step", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("slot", "keras.src.optimizers.base_optimizer:BaseOptimizer.add_variable_from_reference"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
+    # Makes tensors of the numbers that an op combines with a tensor, in that tensor's dtype.
+    ("number", "keras.src.backend.tensorflow.numpy:convert_to_tensor"),
     # Reads the dtype's eps, which NumPy does not have for bfloat16.
     ("in_float32", "keras.src.backend.tensorflow.linalg:lstsq"),
     # Powers of the matrix, and a solver that multiplies their rounding errors.

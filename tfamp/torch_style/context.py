@@ -46,6 +46,7 @@ from tfamp.torch_style.dtype_checks import (
     folded,
     in_float32,
     mapped,
+    number,
     operation_call,
     sparse_matmul,
     stacked,
@@ -58,6 +59,7 @@ from tfamp.torch_style.modes import (
     current_modes,
     dtype_name,
     recast,
+    yielded_dtype,
 )
 from tfamp.training import underflow
 
@@ -73,46 +75,64 @@ _Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 def eager_op(original: Original, context: Any, op: str, name: str | None, *args: Any) -> Nest:
     """Runs an op in eager mode."""
     count = len(op_inputs(op))
-    adjusted = _adjust(op, args[:count])
+    adjusted, yielding = _adjust(op, args[:count])
     if adjusted is not None:
         args = (*adjusted, *plain_attrs(op, args[count:]))
-    return original(context, op, name, *args)
+    result = original(context, op, name, *args)
+    if yielding:
+        modes.mark_yielding(result)
+    return result
 
 
 def graph_op(original: Original, op: str, name: str | None = None, **keywords: Any) -> Nest:
     """Adds an op to a graph."""
     names = [op_input.name for op_input in op_inputs(op)]
-    adjusted = _adjust(op, [keywords.get(key) for key in names])
+    adjusted, yielding = _adjust(op, [keywords.get(key) for key in names])
     if adjusted is not None:
         keywords |= dict(zip(names, adjusted, strict=True))
-    return original(op, name, **keywords)
+    result = original(op, name, **keywords)
+    if yielding:
+        modes.mark_yielding(result)
+    return result
 
 
 def true_division(
     mode: Mode, original: Original, x: Operand, y: Operand, name: str | None = None
 ) -> Tensor:
     """Casts before TensorFlow's Python code, which rejects mixed dtypes."""
-    x, y = _adjust("RealDiv", (x, y)) or (x, y)
+    adjusted, _ = _adjust("RealDiv", (x, y))
+    x, y = adjusted or (x, y)
     return original(x, y, name=name)
 
 
-def _adjust(op: str, inputs: Sequence[Operand]) -> Sequence[Operand] | None:
-    """Returns the inputs of an op, cast by its list; None if none changes."""
+def _adjust(op: str, inputs: Sequence[Operand]) -> tuple[Sequence[Operand] | None, bool]:
+    """Returns the inputs of an op, cast by its list, and whether its results yield.
+
+    The inputs are None if they stay as they are.
+    """
     mode = current_modes.current
     if mode is None:
-        return None
+        return None, False
     device = _next_device()
-    if op not in mode.targets and not _is_restricted(op, device):
-        return None
+    yielding = any(modes.yields(member) for value in inputs for member in _members(value))
+    if not yielding and op not in mode.targets and not _is_restricted(op, device):
+        return None, False
     adjusted = list(inputs)
     for group in _groups(op, device):
-        _cast_group(mode, op, group, adjusted)
-    if all(map(operator.is_, adjusted, inputs)):
-        return None
+        yielding &= _cast_group(mode, op, group, adjusted)
+    if not yielding and all(map(operator.is_, adjusted, inputs)):
+        return None, False
     if any(isinstance(value, _STRUCTURED) for value in adjusted):
-        return None  # The op fails, and TensorFlow dispatches to their components.
-    # TensorFlow's fast path takes tensors only, and its fallback uses the original inputs.
-    return [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
+        return None, False  # The op fails, and TensorFlow dispatches to their components.
+    # TensorFlow's fast path takes tensors only, and its fallback uses the original inputs, and
+    # returns results that are not marked.
+    tensors = [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
+    return tensors, yielding
+
+
+def _members(value: Operand) -> Sequence[Operand]:
+    """The values in an input of an op, which may be a list."""
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _next_device() -> str:
@@ -145,25 +165,28 @@ def _is_restricted(op: str, device: str) -> bool:
     )
 
 
-def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> None:
-    """Casts the inputs of a group, in place."""
+def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> bool:
+    """Casts the inputs of a group, in place; returns whether all stay float32 and yield."""
     places, floats = group
-    members: list[Operand] = []
-    for index in places:
-        value = inputs[index]
-        members += value if isinstance(value, (list, tuple)) else (value,)
-    dtypes = {dtype_name(member) for member in members}
+    members = [member for index in places for member in _members(inputs[index])]
+    dtypes = {yielded_dtype(member, mode) for member in members}
     if len(dtypes) > 1:
         # TensorFlow converts arrays and numbers to the dtype of a tensor among them.
         tensors = [member for member in members if not isinstance(member, modes.ARRAYS)]
-        dtypes = {dtype_name(tensor) for tensor in tensors} - {""} or dtypes - {""}
+        dtypes = {yielded_dtype(tensor, mode) for tensor in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
-        return
-    target = _written(op, inputs) or _target(mode, op, dtypes, members, floats)
+        return False
+    written = _written(op, inputs)
+    target = written or _target(mode, op, dtypes, members, floats)
     if not target:
-        return
-    if dtypes == {target} and all(isinstance(member, _TENSORS) for member in members):
-        return
+        return False
+    # Ops that do not gain compute with variables alone in float32.
+    gains = mode.targets.get(op) == mode.dtype
+    stays = target == mode.dtype and not (gains or written) and _all_yield(members)
+    if stays:
+        target = "float32"
+    if all(isinstance(member, _TENSORS) and dtype_name(member) == target for member in members):
+        return stays
     for index in places:
         value = inputs[index]
         if isinstance(value, (list, tuple)) and op_inputs(op)[index].is_list:
@@ -171,6 +194,17 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> No
             inputs[index] = value if all(map(operator.is_, cast, value)) else cast
         else:
             inputs[index] = _recast_or_make(value, target)
+        if stays:  # Numbers that became tensors, too.
+            modes.mark_yielding(inputs[index])
+    return stays
+
+
+def _all_yield(members: list[Operand]) -> bool:
+    """Whether all tensors among the members of a group yield."""
+    return all(
+        modes.yields(member) or isinstance(member, modes.ARRAYS) or not dtype_name(member)
+        for member in members
+    )
 
 
 def _recast_or_make(value: Operand, dtype: str) -> Tensor:
@@ -308,18 +342,20 @@ def recording(original: Original, *args: Any, **kwargs: Any) -> Nest:
 def custom_gradient(mode: Mode, original: Original, f: Original, args: Nest, kwargs: Nest) -> Nest:
     """Runs a custom gradient in the mode of its forward pass, which recomputation needs.
 
-    Its results are cast to the dtypes of the inputs and variables.
+    Layers read their variables as in the forward pass. The results are cast to the dtypes of the
+    inputs and variables.
     """
 
     @functools.wraps(f)
     def with_gradient(*args: Any, **kwargs: Any) -> tuple[Nest, Callable[..., Nest]]:
         result, grad_fn = f(*args, **kwargs)
         dtypes = [dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
+        reading = keras_hooks.reading_again()
 
         @functools.wraps(grad_fn)
         def gradient(*dys: Tensor, **variables: Any) -> Nest:
             # tape.gradient may be called after the context was left.
-            with hooks.held(), current_modes.set_to(mode):
+            with hooks.held(), current_modes.set_to(mode), reading():
                 return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
 
         # TensorFlow looks for an argument named "variables".
@@ -514,7 +550,7 @@ _FOR_A_MODE = (
     true_division, cast, public_cast, paused, custom_gradient, python_function,
     function_context, signature_cast, finished_graph, while_loop, loop_check, branch_check,
     branches, stacked, mapped, in_float32, array_method, sparse_matmul, cross_entropy,
-    operation_call, folded,
+    operation_call, folded, number,
 )  # fmt: skip
 # What autocast does not do without a symbol. All others it needs.
 _OPTIONAL = {
@@ -529,6 +565,8 @@ _OPTIONAL = {
     "loop_check": "loops whose values change their float dtype fail under autocast.",
     "loss_ops": "Keras's losses run in the dtype of their predictions under autocast.",
     "mapped": "map_fn with another float dtype than announced fails under autocast.",
+    "number": "variables of Keras layers to which numbers are added make ops float32 under "
+    "autocast.",
     "operation_call": "Keras's layers of positions, and quantized ones, run in low precision under "
     "autocast.",
     "python_function": "Python functions that return low tensors fail under autocast.",
@@ -557,15 +595,17 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     - matmuls, einsums and convolutions cast their float32 inputs down;
     - exponentials, logarithms, powers, softmaxes, sums, means, norms and cross-entropies cast
       low-precision inputs up to float32;
-    - arithmetic and joining ops promote mixed inputs to the widest dtype among them;
+    - arithmetic and joining ops promote mixed inputs to the widest dtype among them, where the
+      variables of a Keras layer, read in its call, count as low;
     - all other ops run in the dtype they are given.
 
     float64, integer and complex tensors are never cast. Your own casts inside, with `tf.cast`
     or `keras.ops.cast` between float32 and low precision, are respected. Gradients are computed
     in the dtypes of the forward pass and have the variable's dtype; `tape.gradient` can be
     called inside or outside. A custom gradient runs in the mode of its forward pass. Keras
-    layers called inside are cast, too, with their variables; optimizers are not. Loops keep the
-    dtypes of their variables; the branches of a condition are promoted to the widest dtype.
+    layers called inside are cast, too; optimizers are not. A layer reads its variables in float32,
+    and what it computes of them alone is float32: only ops on activations cast them. Loops keep
+    the dtypes of their variables; the branches of a condition are promoted to the widest dtype.
 
     It applies to its own thread and coroutine, and one object is re-entrant. A `tf.function`
     called inside is traced again, even if it was traced before; a `ConcreteFunction` stays

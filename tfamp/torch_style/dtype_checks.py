@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, ModuleType
 from typing import Any, TypeAlias
 
@@ -20,7 +20,15 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import DType, Nest, Operand, Operation, Tensor
 from tfamp.interop import keras_hooks, patching
 from tfamp.torch_style import modes
-from tfamp.torch_style.modes import EDITABLE, EXPLICIT, Mode, current_modes, dtype_name, recast
+from tfamp.torch_style.modes import (
+    EDITABLE,
+    EXPLICIT,
+    Mode,
+    current_modes,
+    dtype_name,
+    recast,
+    yielded_dtype,
+)
 
 # A Python function: the one that a patch replaces, or a user's that it takes.
 Original: TypeAlias = Callable[..., Any]
@@ -39,10 +47,11 @@ def convert(
     caller = sys._getframe(2)
     if _function_of(caller) in patching.FUNCTIONS_OF_OPS:
         target = mode.targets.get(patching.FUNCTIONS_OF_OPS[_function_of(caller)])
-        mixed = "float32" if _mixes(caller.f_locals.values()) else ""
-        return recast(original(value, dtype, *args, **kwargs), target or mixed)
+        mixed = _mixes(caller.f_locals.values())
+        common = _common_dtype(caller.f_locals.values(), mode) if mixed else ""
+        return recast(original(value, dtype, *args, **kwargs), target or common)
     if tf.is_tensor(value):  # True of Keras variables, too.
-        value, dtype = _converted(value, dtype, caller)
+        value, dtype = _converted(value, dtype, caller, mode)
     return original(value, dtype, *args, **kwargs)
 
 
@@ -51,7 +60,9 @@ def _function_of(frame: FrameType) -> tuple[str, str]:
     return frame.f_globals.get("__name__", ""), frame.f_code.co_name
 
 
-def _converted(value: Operand, dtype: DType, caller: FrameType) -> tuple[Operand, Operand]:
+def _converted(
+    value: Operand, dtype: DType, caller: FrameType, mode: Mode
+) -> tuple[Operand, Operand]:
     """Returns the tensor to convert for a caller, and the dtype to request.
 
     The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
@@ -61,33 +72,52 @@ def _converted(value: Operand, dtype: DType, caller: FrameType) -> tuple[Operand
     if held not in EDITABLE:
         return value, dtype
     function = _function_of(caller)
-    if function in patching.FLOAT32_FUNCTIONS or (
-        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
-    ):
+    if function in patching.FLOAT32_FUNCTIONS:
         return recast(value, "float32"), None
+    if function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values()):
+        return recast(value, _common_dtype(caller.f_locals.values(), mode)), None
     wanted = held if dtype is None else tf.as_dtype(dtype).base_dtype.name
     if held == wanted or wanted not in EDITABLE:
         return value, dtype
+    if function[0] != patching.FIXED_DTYPES and any(map(modes.yields, caller.f_locals.values())):
+        return value, None  # The dtype of a variable that yields may be requested.
     if wanted == "float32" or function[0] == patching.FIXED_DTYPES:
         return recast(value, wanted), dtype
     return value, None
+
+
+def number(mode: Mode, original: Original, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
+    """Marks the tensor of a number that Keras combines with a value that yields."""
+    result = original(x, *args, **kwargs)
+    # The caller's locals are the operands of its op.
+    if isinstance(x, (int, float)) and any(map(modes.yields, sys._getframe(3).f_locals.values())):
+        modes.mark_yielding(result)
+    return result
 
 
 def stacked(
     mode: Mode, original: Original, values: Operand, dtype: DType = None, name: str | None = None
 ) -> Tensor:
     """Promotes a list of tensors of mixed dtypes before they are stacked."""
-    if _mixes(tf.nest.flatten(values)):
+    flat = tf.nest.flatten(values)
+    if _mixes(flat):
         # AutoGraph warns about lambdas, whose source it cannot read.
-        values = tf.nest.map_structure(functools.partial(recast, dtype="float32"), values)
-        dtype = tf.float32
+        common = _common_dtype(flat, mode)
+        values = tf.nest.map_structure(functools.partial(recast, dtype=common), values)
+        dtype = tf.as_dtype(common)
     return original(values, dtype, name)
 
 
-def _mixes(values: Operand) -> bool:
+def _mixes(values: Iterable[Operand]) -> bool:
     """Whether tensors among the values have mixed float dtypes."""
     dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
     return len(dtypes & EDITABLE) > 1
+
+
+def _common_dtype(values: Iterable[Operand], mode: Mode) -> str:
+    """The dtype for tensors among the values that have mixed ones: low if the others yield."""
+    dtypes = {yielded_dtype(value, mode) for value in values if tf.is_tensor(value)}
+    return modes.widest(dtypes & EDITABLE)
 
 
 def in_float32(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
@@ -210,8 +240,9 @@ def cross_entropy(
 def operation_call(
     mode: Mode, original: Original, operation: Operation, *args: Any, **kwargs: Any
 ) -> Nest:
-    """Lets float32 Keras layers read their variables in the low dtype.
+    """Lets the variables of float32 Keras layers yield to low tensors in their call.
 
+    Results that are made of variables alone are cast: the next layer is to compute low.
     Layers that Keras has quantized, those that turn positions into angles, and those that add
     many inputs run without autocast, on inputs of their own dtype: sums and scales of integers
     exceed float16, rounding turns angles, and every addition would round.
@@ -221,10 +252,10 @@ def operation_call(
     inputs = args[0] if args else kwargs.get("inputs")
     is_exact = keras_hooks.turns_positions(operation) or keras_hooks.adds_many(operation, inputs)
     if operation.quantization_mode is None and not is_exact:
-        with keras_hooks.reading_in(operation, mode.dtype):
-            # Mixed dtypes are promoted, so that any state can be read in float32.
+        with keras_hooks.reading_by(modes.read, operation, mode.dtype):
+            # Mixed dtypes are promoted, so that no state has to yield.
             state_guard.settle(operation, operation.call, args, kwargs, same_dtypes=False)
-            return original(operation, *args, **kwargs)
+            return _settled(original(operation, *args, **kwargs), mode)
 
     def in_own_dtype(value: Operand) -> Operand:
         return recast(value, operation.compute_dtype) if tf.is_tensor(value) else value
@@ -232,6 +263,18 @@ def operation_call(
     with current_modes.set_to(None):
         args, kwargs = keras.tree.map_structure(in_own_dtype, (args, kwargs))
         return original(operation, *args, **kwargs)
+
+
+def _settled(outputs: Nest, mode: Mode) -> Nest:
+    """Casts the outputs of a layer that yield."""
+
+    def settled(output: Operand) -> Operand:
+        yielding = isinstance(output, tf.Tensor) and modes.yields(output)
+        return recast(output, mode.dtype) if yielding else output
+
+    if not any(map(modes.yields, keras.tree.flatten(outputs))):
+        return outputs
+    return keras.tree.map_structure(settled, outputs)
 
 
 def declared_dtype(declared: DType | tf.TypeSpec) -> str:

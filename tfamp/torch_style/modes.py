@@ -8,14 +8,15 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
-from tfamp.core.kinds import Handle, Operand, Tensor, TFGraph
+from tfamp.core.kinds import Handle, Nest, Operand, Tensor, TFGraph
 from tfamp.core.scopes import Scope, ScopeStack
 from tfamp.graph.op_lists import OpLists
-from tfamp.interop import tf_private
+from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.op_calls import may_record
 from tfamp.interop.tf_private import place_in_trace
 
@@ -162,6 +163,8 @@ current_modes = _Modes("tfamp_autocast")
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 # Attribute of the result of a cast by a user.
 EXPLICIT = "_tfamp_explicit_cast"
+# Attribute of a float32 tensor that is computed from variables of layers alone.
+YIELDING = "_tfamp_yields"
 ARRAYS = (np.ndarray, np.generic)
 _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name is slow.
 
@@ -194,6 +197,42 @@ def dtype_name(value: Operand) -> str:
     return str(getattr(dtype, "name", dtype))
 
 
+def read(value: Operand) -> Operand:
+    """Reads a variable of a layer: in float32, and yielding to low tensors."""
+    if dtype_name(value) != "float32" or not isinstance(value, (tf.Variable, tf.Tensor)):
+        return value
+    with current_modes.set_to(None):
+        # A tensor is the value in a `keras.StatelessScope`, whose other uses do not yield.
+        tensor = value.value() if isinstance(value, tf.Variable) else tf.identity(value)
+    mark_yielding(tensor)
+    return tensor
+
+
+def mark_yielding(values: Nest) -> None:
+    """Marks the float32 tensors among values, such as what an op returned, as yielding."""
+    for value in values if isinstance(values, (list, tuple)) else (values,):
+        if isinstance(value, (list, tuple)):
+            mark_yielding(value)
+        elif isinstance(value, tf.Tensor) and value.dtype == tf.float32:
+            setattr(value, YIELDING, True)
+
+
+def yields(value: Operand) -> bool:
+    """Whether a float32 value takes the low dtype of the tensors that an op combines it with.
+
+    It does if it is computed from variables of layers alone: biases and scales do not make an
+    op on activations slower. By itself it stays float32.
+    """
+    if YIELDING in getattr(value, "__dict__", ()):  # getattr of a tensor is slow.
+        return True
+    return isinstance(value, keras.Variable) and keras_hooks.reads_low(value)
+
+
+def yielded_dtype(value: Operand, mode: Mode) -> str:
+    """The name of the dtype that a value has in a choice among dtypes; "" as `dtype_name`."""
+    return mode.dtype if yields(value) else dtype_name(value)
+
+
 def widest(dtypes: set[str]) -> str:
     """The narrowest dtype that holds the values of all these."""
     return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
@@ -213,5 +252,6 @@ def recast(value: Operand, dtype: str) -> Operand:
     with current_modes.set_to(None):
         if casts is None or tf.executing_eagerly():
             return tf.cast(value, dtype)
-        tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
+        is_variable = isinstance(value, (tf.Variable, keras.Variable))
+        tensor = tf.convert_to_tensor(value) if is_variable else value
         return casts.of_traced(tensor, dtype, lambda: tf.cast(tensor, dtype))
