@@ -49,45 +49,48 @@ def can_fuse(layer_class: type) -> bool:
     return not any(hasattr(norm, name) for name in changed)
 
 
-def fuse(layer: Layer, low: str) -> None:
-    """Makes a managed layer of a class that `can_fuse` use the kernel for low inputs.
+def _output_dtype(layer: Layer, low: str, inputs: Tensor) -> str:
+    """Dtype of the output, also without the kernel: symbolic tensors have it."""
+    assignment = assignments.get(layer)
+    raised = assignment is not None and assignment.role == "output"
+    if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
+        return low
+    return str(layer.compute_dtype)
 
-    The layer's constructor may still be running.
-    """
-    if layer.compute_dtype == "float32":
-        # Keras would cast the input to float32 before the layer sees it.
-        layer.autocast = False
 
-    def output_dtype(inputs: Tensor) -> str:
-        """Dtype of the output, also without the kernel: symbolic tensors have it."""
-        assignment = assignments.get(layer)
-        raised = assignment is not None and assignment.role == "output"
-        if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
-            return low
-        return str(layer.compute_dtype)
+def call(
+    layer: Layer,
+    low: str,
+    original: Method,
+    inputs: Tensor,
+    training: bool | None = None,
+    mask: Tensor = None,
+) -> Tensor:
+    """Computes a managed layer of a class that `can_fuse`, by the kernel for inputs of `low`."""
+    returned = _output_dtype(layer, low, inputs)
+    is_low = returned == low == _dtype_of(inputs)
+    if is_low and mask is None and fits(layer, inputs, low, training):
+        return normalize(layer, inputs, training)
+    if not layer.autocast and _dtype_of(inputs) in FLOAT_DTYPES:
+        inputs = keras.ops.cast(inputs, layer.input_dtype)
+    return keras.ops.cast(original(inputs, training=training, mask=mask), returned)
 
-    def call(
-        original: Method, inputs: Tensor, training: bool | None = None, mask: Tensor = None
-    ) -> Tensor:
-        returned = output_dtype(inputs)
-        is_low = returned == low == _dtype_of(inputs)
-        if is_low and mask is None and fits(layer, inputs, low, training):
-            return normalize(layer, inputs, training)
-        if not layer.autocast and _dtype_of(inputs) in FLOAT_DTYPES:
-            inputs = keras.ops.cast(inputs, layer.input_dtype)
-        return keras.ops.cast(original(inputs, training=training, mask=mask), returned)
 
-    def compute_output_spec(original: Method, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        spec = original(inputs, *args, **kwargs)
-        return keras.KerasTensor(spec.shape, dtype=output_dtype(inputs), sparse=spec.sparse)
+def compute_output_spec(
+    layer: Layer, low: str, original: Method, inputs: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Computes the spec of what `call` returns."""
+    spec, dtype = original(inputs, *args, **kwargs), _output_dtype(layer, low, inputs)
+    return keras.KerasTensor(spec.shape, dtype=dtype, sparse=spec.sparse)
 
-    def get_build_config(original: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        config, assignment = original(), assignments.get(layer)
-        is_fused = assignment is not None and assignment.role == "statistics"
-        return {**config, _FUSED: low} if config and is_fused else config
 
-    for around in (call, compute_output_spec, get_build_config):
-        wrap_method(layer, around.__name__, around)
+def get_build_config(
+    layer: Layer, low: str, original: Callable[[], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    """Notes in a file that a layer used the kernel, for `on_load`."""
+    config, assignment = original(), assignments.get(layer)
+    is_fused = assignment is not None and assignment.role == "statistics"
+    return {**config, _FUSED: low} if config and is_fused else config
 
 
 def on_load(layer: Layer, low: str, manage: Callable[[], None]) -> None:

@@ -1,11 +1,19 @@
-"""Dtypes that depend on how models are built and called, set by wrapped methods of each model.
+"""Carries out the plans of layers: one wrapper of `call`, and one of `compute_output_spec`.
 
-Five facts are known only then: a subclassed model is the outermost one called, and so returns
-float32; a Functional or Sequential is called by a user's own layer, and so is a part of it, or
-by a subclassed model, which gets its outputs in a low dtype; a Sequential has built a new
+`layer_plan` says what happens in the calls of a layer, from what is known of it. Five facts are
+known only when models are built and called: a subclassed model is the outermost one called, and so
+returns float32; a Functional or Sequential is called by a user's own layer, and so is a part of
+it, or by a subclassed model, which gets its outputs in a low dtype; a Sequential has built a new
 Functional; a layer holds one that needs exact inputs; a layer adds losses. Methods are wrapped
 on single objects, not on classes: they keep working after the policy has changed and affect no
 other model.
+
+The wrapper of a method reads the plan at each call and runs the steps that it names, in the order
+of `_STEPS`. Besides `call` and `compute_output_spec` these are wrapped, as Keras leaves no other
+way: `quantized_call`, which Keras calls instead of `call`; `add_loss`, which gets the losses; the
+first method of a call, where a layer's sublayers are known; `build` and `pop` of what makes
+layers; `get_config` and `get_build_config`, for files; `symbolic_call` and `export` of models;
+`_run_through_graph` of Functionals.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -24,10 +32,18 @@ from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
-from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method, wrapped_methods
+from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
-from tfamp.layers.assignment import Assignment, Before, Decider, assigned, managed_by
+from tfamp.layers.assignment import (
+    Assignment,
+    Before,
+    Decider,
+    assigned,
+    assignments,
+    managed_by,
+)
 from tfamp.layers.layer_dtypes import is_built_in
+from tfamp.layers.layer_plan import Kind, LayerFacts, LayerPlan, plan_layer
 from tfamp.layers.model_roles import graph_of
 from tfamp.layers.records import WeakMap
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
@@ -48,23 +64,35 @@ class _Call(NamedTuple):
     masked: bool
 
 
-# Whether a rule applies to a call.
-_Applies: TypeAlias = Callable[[_Call], bool]
+# Called with a layer, what it is around, and the arguments of the method.
+_Step: TypeAlias = Callable[..., Any]
+# Plans whose outputs are cast where no layer is around.
+_OUTERMOST = ("outermost", "part or outermost")
 
-# Layers with `autocast` switched off, as they or layers inside need the exact inputs.
-_uncast_inputs: WeakMap[bool] = WeakMap()
+
+class _Rule(NamedTuple):
+    """Why a layer computes in float32, after "as it", and in which of its calls."""
+
+    reason: str
+    applies: Callable[[_Call], bool] = lambda _: True
+
+
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
-_FLOAT32_INSIDE: dict[type, _Applies] = {
-    keras.layers.Add: lambda call: keras_hooks.adds_many(call.layer, call.inputs),
-    keras.layers.Average: lambda _: True,  # adds one tensor after the other
-    keras.layers.Dot: lambda call: call.layer.normalize,  # squares
-    keras.layers.GlobalAveragePooling1D: lambda call: call.masked,  # sums
-    keras.layers.Masking: lambda _: True,  # compares with a value
-    keras.layers.SpectralNormalization: lambda _: True,  # assigns the weights it computes
-    keras.layers.UnitNormalization: lambda _: True,  # squares
+_FLOAT32_INSIDE: Mapping[type, _Rule] = {
+    keras.layers.Add: _Rule(
+        "adds many inputs", lambda call: keras_hooks.adds_many(call.layer, call.inputs)
+    ),
+    keras.layers.Average: _Rule("adds one input after the other"),
+    keras.layers.Dot: _Rule("may normalize", lambda call: call.layer.normalize),  # squares
+    keras.layers.GlobalAveragePooling1D: _Rule("sums under a mask", lambda call: call.masked),
+    keras.layers.Masking: _Rule("compares with a value"),
+    keras.layers.SpectralNormalization: _Rule("assigns the weights it computes"),
+    keras.layers.UnitNormalization: _Rule("squares"),
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
-    keras.layers.UpSampling2D: lambda call: call.layer.interpolation != "nearest",
+    keras.layers.UpSampling2D: _Rule(
+        "may interpolate", lambda call: call.layer.interpolation != "nearest"
+    ),
 }
 # Keras's layers that add nothing up, nor do their gradients. BatchNormalization has other
 # rules: float32 statistics, by one kernel, and rewrites replace the method of its class.
@@ -88,6 +116,8 @@ class _Running(threading.local):
         self.symbolic: list[Layer] = []
         # Layers that a policy keeps in float32, being called or built.
         self.float32: list[Layer] = []
+        # The outputs of a layer, by its `id`, whose losses Keras adds next.
+        self.outputs: dict[int, list[Tensor]] = {}
 
 
 _running = _Running()
@@ -103,42 +133,128 @@ def _running_in(running: list[Layer], layer: Layer) -> Iterator[None]:
         running.pop()
 
 
+# ---- Plans -----------------------------------------------------------------------------------
+
+_facts: WeakMap[LayerFacts] = WeakMap()
+
+
+def plan_of(layer: Layer) -> LayerPlan | None:
+    """Returns the plan of a layer now; None for one that tfamp leaves to Keras."""
+    facts = _facts.get(layer)
+    if facts is None:
+        return None
+    assignment = assignments.get(layer)
+    return plan_layer(facts, "" if assignment is None else assignment.role)
+
+
+def _facts_of(layer: Layer) -> LayerFacts:
+    """The facts of a layer that its class and its attributes show; its constructor may run."""
+    is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
+    rule = _rule_of(layer)
+    regularizer = layer.activity_regularizer is not None
+    return LayerFacts(
+        kind=_kind_of(layer),
+        float32_inside="" if rule is None else rule[1].reason,
+        takes_ids=isinstance(layer, keras.layers.Embedding),
+        takes_exact=isinstance(layer, _EXACT_INPUTS),
+        # A `call` that was replaced in this layer alone cannot be given another layer.
+        turns_positions=keras_hooks.turns_positions(layer) and "call" not in vars(layer),
+        adds_up=not (is_plain and isinstance(layer, _WITHOUT_SUMS)),
+        adds_losses=not is_built_in(layer),
+        is_regularized=regularizer,
+        holds_layers=not _holds_no_layers(layer),
+        runs_user_code=not (is_built_in(layer) or isinstance(layer, keras.Sequential)),
+        can_fuse=fused_norms.can_fuse(type(layer)),
+    )
+
+
+def _holds_no_layers(layer: Layer) -> bool:
+    """Whether a layer holds no layers of a user; a Functional casts no inputs."""
+    may_hold = isinstance(layer, keras.Sequential | keras.layers.Wrapper)
+    is_functional = isinstance(layer, keras_hooks.functional_class())
+    return is_functional or (is_built_in(layer) and not may_hold)
+
+
+def _kind_of(layer: Layer) -> Kind:
+    if isinstance(layer, keras_hooks.functional_class()):
+        return "functional"
+    if isinstance(layer, keras.Sequential):
+        return "sequential"
+    return "model" if isinstance(layer, keras.Model) else "layer"
+
+
+def _rule_of(layer: Layer) -> tuple[type[Layer], _Rule] | None:
+    rules = _FLOAT32_INSIDE.items()
+    return next(((kind, rule) for kind, rule in rules if isinstance(layer, kind)), None)
+
+
+def _ask(layer: Layer, **changes: Any) -> None:
+    """Changes the facts of a layer, and wraps the methods that its plan then needs."""
+    _facts.set(layer, dataclasses.replace(_facts.get(layer) or _facts_of(layer), **changes))
+    plan = plan_of(layer)
+    if plan is None:
+        return
+    for name in _STEPS:
+        method = keras_hooks.first_method_of_call(layer) if name == _FIRST else name
+        if _steps(plan, name) and not is_wrapped_by(layer, method, _interpreted):
+            wrap_method(layer, method, functools.partial(_interpreted, layer, name))
+    if plan.inputs in ("uncast", "lowered"):
+        layer.autocast = False
+
+
+def _interpreted(layer: Layer, name: str, original: Method, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a layer with the steps that its plan names around it."""
+    plan = plan_of(layer)
+    for step in () if plan is None else _steps(plan, name):
+        original = functools.partial(step, layer, original)
+    return original(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(plan: LayerPlan, name: str) -> tuple[_Step, ...]:
+    """The steps around a method, the innermost first."""
+    return tuple(step for step, applies in _STEPS[name] if applies(plan))
+
+
 def protect_values(layer: Layer) -> None:
     """Keeps losses, raw features and long sums in float32, as low dtypes cannot hold them.
 
     The layer may have any dtype, and its constructor may still be running.
     """
-    guard_kernels(layer)
-    add_losses_in_float32(layer)
-    if isinstance(layer, keras.layers.Embedding):
-        wrap_method(layer, "call", _look_up_exactly)
-    for layer_class, applies in _FLOAT32_INSIDE.items():
-        if isinstance(layer, layer_class):
-            _compute_in_float32(layer, layer_class, applies)
-    if keras_hooks.turns_positions(layer):
-        _compute_angles_in_float32(layer)
-    if isinstance(layer, keras_hooks.functional_class()):
-        return  # casts no inputs
-    if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
-        return  # holds no layers of a user
-
-    def begin(original: Callable[[], None]) -> None:
-        if not layer.built:
-            _take_inputs_as_they_are(layer)
-        original()
-
-    _take_inputs_as_they_are(layer)
-    name = keras_hooks.first_method_of_call(layer)
-    if name not in wrapped_methods(layer):
-        # A layer gets its sublayers after its base constructor: the first call knows them.
-        wrap_method(layer, name, begin)
-        if isinstance(layer, keras.Sequential):
-            wrap_method(layer, "build", functools.partial(_build_sequential, layer))
+    _ask(layer, protected=True)
+    _look_inside(layer)
 
 
-def _look_up_exactly(original: Method, *args: Any, **kwargs: Any) -> Nest:
+def guard_kernels(layer: Layer) -> None:
+    """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
+    _ask(layer, guarded=True)
+
+
+def add_losses_in_float32(layer: Layer) -> None:
+    """Makes the losses that a layer adds float32, and its activity regularizer compute in it."""
+    _ask(layer, losses=True)
+
+
+def cast_outermost(model: Model) -> None:
+    """Makes the outermost call of a model return float32, in its spec and its export too."""
+    _ask(model, managed=True, float32_outputs=True)
+
+
+# ---- Steps of any layer ----------------------------------------------------------------------
+
+
+def _guard(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
+    if layer.compute_dtype not in LOW_PRECISION:
+        return original(*args, **kwargs)
+    with kernel_guard.guarded(), state_guard.guarded():
+        state_guard.settle(layer, original, args, kwargs, same_dtypes=True)
+        return original(*args, **kwargs)
+
+
+def _look_up_exactly(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
     """Calls an Embedding with exact ids, its first argument, unless it reverses features."""
-    call = inspect.signature(original).bind(*args, **kwargs)
+    call = inspect.signature(layer.call).bind(*args, **kwargs)
     if not call.arguments.get("reverse"):
         name = next(iter(call.arguments))
         ids = call.arguments[name]
@@ -146,89 +262,76 @@ def _look_up_exactly(original: Method, *args: Any, **kwargs: Any) -> Nest:
     return original(*call.args, **call.kwargs)
 
 
-def _compute_in_float32(layer: Layer, layer_class: type[Layer], applies: _Applies) -> None:
-    """Makes a layer of `_FLOAT32_INSIDE` compute in float32 between low inputs and outputs.
+def _compute_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Computes in float32 between low inputs and outputs.
 
     A subclass that overrides `call` computes all of it in float32, its sublayers included: it
     may mix their outputs with its inputs, and call the method of its base class on either.
     """
-    if isinstance(layer, _EXACT_INPUTS):
-        _uncast(layer)
+    found = _rule_of(layer)
+    if found is None:
+        return original(*args, **kwargs)
+    layer_class, rule = found
     is_extended = type(layer).call is not layer_class.call
-    signature = inspect.signature(layer.call)
-
-    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        arguments = signature.bind(*args, **kwargs).arguments
-        masked = is_extended or arguments.get("mask") is not None
-        if not applies(_Call(layer, next(iter(arguments.values()), None), masked)):
-            return original(*args, **kwargs)
-        if is_extended:
-            _set_sublayers_float32(layer, layer_dtypes.float_policy(layer))
-        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
-        with keras_hooks.reading_variables_in(None):
-            return layer_dtypes.lowered(original(*args, **kwargs), layer.compute_dtype)
-
-    wrap_method(layer, "call", call)
+    arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
+    masked = is_extended or arguments.get("mask") is not None
+    if not rule.applies(_Call(layer, next(iter(arguments.values()), None), masked)):
+        return original(*args, **kwargs)
+    if is_extended:
+        _set_sublayers_float32(layer, layer_dtypes.float_policy(layer))
+    args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
+    with keras_hooks.reading_variables_in(None):
+        return layer_dtypes.lowered(original(*args, **kwargs), layer.compute_dtype)
 
 
-def _compute_angles_in_float32(layer: Layer) -> None:
-    """Makes a layer compute angles of exact positions in float32, with low outputs.
-
-    A `call` that was replaced in this layer alone is left alone. It holds the layer, and no
-    other can be passed to it.
-    """
-    if "call" in vars(layer):
-        return
-    _uncast(layer)
-
-    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        dtype = layer.compute_dtype
-        if dtype not in LOW_PRECISION:
-            return original(*args, **kwargs)
-        args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
-        with keras_hooks.reading_variables_in(None):
-            outputs = keras_hooks.call_in_float32(layer, original, *args, **kwargs)
-        return layer_dtypes.lowered(outputs, dtype)
-
-    wrap_method(layer, "call", call)
+def _turn_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Computes angles of exact positions in float32, with low outputs."""
+    dtype = layer.compute_dtype
+    if dtype not in LOW_PRECISION:
+        return original(*args, **kwargs)
+    args, kwargs = keras.tree.map_structure(layer_dtypes.in_float32, (args, kwargs))
+    with keras_hooks.reading_variables_in(None):
+        outputs = keras_hooks.call_in_float32(layer, original, *args, **kwargs)
+    return layer_dtypes.lowered(outputs, dtype)
 
 
-def add_losses_in_float32(layer: Layer) -> None:
-    """Makes the losses that a layer adds float32, and its activity regularizer compute in it.
+def _cast_and_remember(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    """Calls user code as Keras does, with low inputs; `before_cast` undoes the cast."""
+    dtype = layer.compute_dtype
+    args, kwargs = layer_dtypes.lowered((args, kwargs), dtype)
+    with keras_hooks.reading_variables_in(dtype):
+        return original(*args, **kwargs)
 
-    Keras adds these to the model's float32 loss and cannot mix dtypes, and a sum of many
-    squared activations exceeds float16's range. After `call` Keras computes the regularizer of
-    each output in the output's dtype and passes the result to `add_loss`, which replaces it.
-    """
-    regularizer = layer.activity_regularizer
-    if "add_loss" in wrapped_methods(layer) or (is_built_in(layer) and regularizer is None):
-        return
-    thread = threading.local()  # each replica traces in its own thread
 
-    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        thread.outputs = []
-        outputs = original(*args, **kwargs)
-        thread.outputs = [x for x in keras.tree.flatten(outputs) if keras.ops.is_tensor(x)]
-        return outputs
+# Keras adds losses to the model's float32 loss and cannot mix dtypes, and a sum of many squared
+# activations exceeds float16's range. After `call` Keras computes the regularizer of each output
+# in the output's dtype and passes the result to `add_loss`, which replaces it.
 
-    def compute_output_spec(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            thread.outputs = []  # nothing regularizes symbolic tensors
 
-    def add_loss(original: Method, loss: Nest) -> None:
-        outputs = getattr(thread, "outputs", None)
-        if outputs:
-            output = outputs.pop(0)
-            if layer_dtypes.is_low(output):
-                loss = _activity_loss(layer.activity_regularizer, output)
-        original(keras.tree.map_structure(layer_dtypes.in_float32, loss))
+def _note_outputs(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    _running.outputs.pop(id(layer), None)
+    outputs = original(*args, **kwargs)
+    tensors = [x for x in keras.tree.flatten(outputs) if keras.ops.is_tensor(x)]
+    _running.outputs[id(layer)] = tensors
+    return outputs
 
-    wrap_method(layer, "add_loss", add_loss)
-    if regularizer is not None:
-        wrap_method(layer, "call", call)
-        wrap_method(layer, "compute_output_spec", compute_output_spec)
+
+def _forget_outputs(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _running.outputs.pop(id(layer), None)  # nothing regularizes symbolic tensors
+
+
+def _add_in_float32(layer: Layer, original: Method, loss: Nest) -> None:
+    outputs = _running.outputs.get(id(layer))
+    if outputs:
+        output = outputs.pop(0)
+        if layer_dtypes.is_low(output):
+            loss = _activity_loss(layer.activity_regularizer, output)
+    if not outputs:
+        _running.outputs.pop(id(layer), None)
+    original(keras.tree.map_structure(layer_dtypes.in_float32, loss))
 
 
 def _activity_loss(regularizer: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
@@ -254,30 +357,25 @@ def _build_sequential(model: Model, original: Method, *args: Any, **kwargs: Any)
     return result
 
 
-def _take_inputs_as_they_are(layer: Layer) -> None:
+def _begin(layer: Layer, original: Callable[[], None]) -> None:
+    """Begins a call. A layer gets its sublayers after its base constructor: now they are known."""
+    if not layer.built:
+        _look_inside(layer)
+    original()
+
+
+def _look_inside(layer: Layer) -> None:
+    facts = _facts.get(layer)
+    if facts is None or not facts.holds_layers or facts.holds:
+        return
     if casts_unprepared(layer):
-        _uncast(layer)
+        _ask(layer, holds="data")
     elif _casts_low(layer) and _holds(layer, _takes_exact_inputs):
-        _uncast(layer)
-        if not (is_built_in(layer) or isinstance(layer, keras.Sequential)):
-            wrap_method(layer, "call", functools.partial(_cast_and_remember, layer))
+        _ask(layer, holds="exact")
 
 
 def _takes_exact_inputs(layer: Layer) -> bool:
     return isinstance(layer, _EXACT_INPUTS)
-
-
-def _uncast(layer: Layer) -> None:
-    layer.autocast = False
-    _uncast_inputs.set(layer, True)
-
-
-def _cast_and_remember(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
-    """Calls user code as Keras does, with low inputs; `before_cast` undoes the cast."""
-    dtype = layer.compute_dtype
-    args, kwargs = layer_dtypes.lowered((args, kwargs), dtype)
-    with keras_hooks.reading_variables_in(dtype):
-        return original(*args, **kwargs)
 
 
 def casts_unprepared(layer: Layer) -> bool:
@@ -318,15 +416,18 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
         return  # its dtype is the dtype of the fed data
     if assignment.before is not None or assignment.policy is not None:
         model_roles.assign(layer, assignment)
-    if fused_norms.can_fuse(type(layer)):
-        fused_norms.fuse(layer, policy.compute_dtype)
-    elif assignment.policy_name == "float32":
-        _keep_sublayers_float32(layer, policy)
-    elif isinstance(layer, keras.Sequential):
-        if policy.float32_outputs:
-            _watch_sequential(layer)
-    elif model_roles.is_subclassed_model(layer) and policy.float32_outputs:
-        cast_outermost(layer)
+    can_fuse = fused_norms.can_fuse(type(layer))
+    if can_fuse and layer.compute_dtype == "float32":
+        layer.autocast = False  # Keras would cast the input before the layer sees it.
+    _ask(
+        layer,
+        # Its own graph, once it is known, manages a Functional.
+        managed=not isinstance(layer, keras_hooks.functional_class()),
+        stays=assignment.policy_name == "float32" and not can_fuse,
+        float32_outputs=policy.float32_outputs,
+        low=policy.compute_dtype,
+        policy_name=policy.name,
+    )
 
 
 def release(layer: Layer, before: Before | None) -> None:
@@ -334,34 +435,18 @@ def release(layer: Layer, before: Before | None) -> None:
 
     With `before`, the layer also gets the policy back that it had before a level.
     """
+    plan = plan_of(layer)
     unwrap_methods(layer)
-    is_norm = isinstance(layer, keras.layers.BatchNormalization)  # `fused_norms` takes its cast
+    _facts.set(layer, None)
+    is_norm = isinstance(layer, keras.layers.BatchNormalization)  # takes its inputs uncast
     if before is not None:
         layer.autocast = before.autocast
         layer_dtypes.give_policy(layer, before.policy)
-    elif is_norm or _uncast_inputs.get(layer):
+    elif is_norm or (plan is not None and plan.inputs in ("uncast", "lowered")):
         layer.autocast = True
 
 
-def guard_kernels(layer: Layer) -> None:
-    """Makes a layer that may run inexact kernels run them in float32 while it computes low."""
-    is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
-    if is_plain and isinstance(layer, _WITHOUT_SUMS):
-        return
-    if keras_hooks.turns_positions(layer):
-        return  # `_compute_angles_in_float32` needs the method of the layer itself.
-    # A Functional runs ops between its layers; a Sequential installs the hooks once for all.
-    for name in keras_hooks.methods_of_call(layer):
-        if not is_wrapped_by(layer, name, _call_guarded):
-            wrap_method(layer, name, functools.partial(_call_guarded, layer))
-
-
-def _call_guarded(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
-    if layer.compute_dtype not in LOW_PRECISION:
-        return original(*args, **kwargs)
-    with kernel_guard.guarded(), state_guard.guarded():
-        state_guard.settle(layer, original, args, kwargs, same_dtypes=True)
-        return original(*args, **kwargs)
+# ---- Steps of models -------------------------------------------------------------------------
 
 
 def manage_functional(functional: Functional, owner: Model | None = None) -> None:
@@ -369,18 +454,8 @@ def manage_functional(functional: Functional, owner: Model | None = None) -> Non
 
     The owner is the Sequential that runs it, if known.
     """
-    if model_roles.settle(functional, owner):
-        _watch_functional(functional)
-
-
-def _watch_functional(functional: Functional) -> None:
-    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        graph = graph_of(functional)
-        args, kwargs = keras.tree.map_structure(layer_dtypes.before_cast, (args, kwargs))
-        # A Sequential, which calls its Functional's call(), handles its own callers.
-        if graph is not None and graph.owner() is None:
-            return _as_part(functional, original, *args, **kwargs)
-        return original(*args, **kwargs)
+    if not model_roles.settle(functional, owner):
+        return
 
     def around(operation: Operation, function: Method) -> Method:
         graph = graph_of(functional)
@@ -388,9 +463,17 @@ def _watch_functional(functional: Functional) -> None:
             return function
         return functools.partial(_through_float32, function)
 
-    wrap_method(functional, "call", call)
-    wrap_method(functional, "compute_output_spec", functools.partial(_spec_of, functional))
+    _ask(functional, managed=True)
     keras_hooks.wrap_operations(functional, around)
+
+
+def _call_functional(functional: Functional, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    graph = graph_of(functional)
+    args, kwargs = keras.tree.map_structure(layer_dtypes.before_cast, (args, kwargs))
+    # A Sequential, which calls its Functional's call(), handles its own callers.
+    if graph is not None and graph.owner() is None:
+        return _as_part(functional, original, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _through_float32(function: Method, *args: Any, **kwargs: Any) -> Nest:
@@ -454,73 +537,70 @@ def _for_caller(caller: Layer | None, model: Model, outputs: Nest) -> Nest:
     return keras.tree.pack_sequence_as(outputs, cast_outputs)
 
 
-def _watch_sequential(model: Model) -> None:
-    """Tracks the Functionals that a Sequential builds and drops.
+# A Sequential builds a new Functional whenever a layer is added or removed, and the former may
+# live on.
 
-    It builds a new one whenever a layer is added or removed, and the former may live on.
+
+def _build_graph(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    model_roles.forget_dropped(model)
+    result = original(*args, **kwargs)
+    model_roles.forget_dropped(model)
+    functional = keras_hooks.functional_of(model)
+    if functional is not None:
+        # Without roles if the policy has changed since: its constructor was not wrapped.
+        model_roles.settle(functional, model)
+    return result
+
+
+def _pop(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    layer = original(*args, **kwargs)
+    model_roles.forget_dropped(model)
+    return layer
+
+
+def _get_config(model: Model, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Keras lists the layers of a Sequential; appended casts are in the Functional only."""
+    config = original()
+    appended = model_roles.appended_casts(model)
+    config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
+    return config
+
+
+def _returns_low(model: Model) -> bool:
+    """Whether the output of a model is its own: of a Sequential that has no Functional.
+
+    Nested inputs, say, build none; one has a cast of its outputs.
     """
-
-    def build(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        model_roles.forget_dropped(model)
-        result = original(*args, **kwargs)
-        model_roles.forget_dropped(model)
-        functional = keras_hooks.functional_of(model)
-        if functional is not None:
-            # Without roles if the policy has changed since: its constructor was not wrapped.
-            model_roles.settle(functional, model)
-        return result
-
-    def pop(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        layer = original(*args, **kwargs)
-        model_roles.forget_dropped(model)
-        return layer
-
-    def get_config(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        # Keras lists the layers of the Sequential; appended casts are in the Functional only.
-        config = original()
-        appended = model_roles.appended_casts(model)
-        config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
-        return config
-
-    def returns_low() -> bool:
-        """Whether the output is low: nested inputs, say, build no Functional with a cast."""
-        built = keras_hooks.functional_of(model) is not None
-        return not built and any(map(model_roles.wants_float32, model.layers[-1:]))
-
-    for around in (build, pop, get_config):
-        wrap_method(model, around.__name__, around)
-    wrap_method(model, "call", functools.partial(_as_part, model))
-    cast_outermost(model, returns_low)
+    if not isinstance(model, keras.Sequential):
+        return True
+    built = keras_hooks.functional_of(model) is not None
+    return not built and any(map(model_roles.wants_float32, model.layers[-1:]))
 
 
-def cast_outermost(model: Model, applies: Callable[[], bool] = lambda: True) -> None:
-    """Makes the outermost call of a model return float32, in its spec and its export too.
+# Inside another layer's call a model returns its low dtype, which the next layer takes. So it
+# does for symbolic tensors: the Functional made of them casts its outputs where needed.
 
-    Inside another layer's call it returns its low dtype, which the next layer takes. So it does
-    for symbolic tensors: the Functional made of them casts its outputs where needed.
-    """
-    cast = functools.partial(_as_float32, model)
 
-    def outermost() -> bool:
-        symbolic = any(running is model for running in _running.symbolic)
-        return not symbolic and applies() and _caller_of(model) is None
+def _is_outermost(model: Model) -> bool:
+    symbolic = any(running is model for running in _running.symbolic)
+    return not symbolic and _returns_low(model) and _caller_of(model) is None
 
-    def symbolic_call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        with _running_in(_running.symbolic, model):
-            return original(*args, **kwargs)
 
-    def call(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        outputs = original(*args, **kwargs)
-        # After the call, which may build a Sequential.
-        return keras.tree.map_structure(cast, outputs) if outermost() else outputs
+def _call_symbolically(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    with _running_in(_running.symbolic, model):
+        return original(*args, **kwargs)
 
-    def compute_output_spec(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        spec = _spec_of(model, original, *args, **kwargs)
-        return keras.tree.map_structure(cast, spec) if outermost() else spec
 
-    for around in (symbolic_call, call, compute_output_spec):
-        wrap_method(model, around.__name__, around)
-    wrap_method(model, "export", functools.partial(_export, model))
+def _cast_outermost(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    outputs = original(*args, **kwargs)
+    # After the call, which may build a Sequential.
+    if not _is_outermost(model):
+        return outputs
+    return keras.tree.map_structure(functools.partial(_as_float32, model), outputs)
+
+
+def _spec_of_outermost(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
+    return _cast_outermost(model, functools.partial(_spec_of, model, original), *args, **kwargs)
 
 
 def _export(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
@@ -549,19 +629,15 @@ def _as_float32(model: Model, value: Any) -> Any:
     return layer_dtypes.in_float32(value)
 
 
-def _keep_sublayers_float32(layer: Layer, policy: Policy) -> None:
+def _run_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:
     """Keeps the sublayers of a float32 layer in float32, before it is built or called.
 
     It gets them after its base constructor has run; Keras's wrappers take theirs as arguments.
     """
-
-    def settle(original: Method, *args: Any, **kwargs: Any) -> Nest:
-        _set_sublayers_float32(layer, policy.name)
-        with _running_in(_running.float32, layer):
-            return original(*args, **kwargs)
-
-    wrap_method(layer, "build", settle)
-    wrap_method(layer, "call", settle)
+    facts = _facts.get(layer)
+    _set_sublayers_float32(layer, None if facts is None else facts.policy_name)
+    with _running_in(_running.float32, layer):
+        return original(*args, **kwargs)
 
 
 def runs_float32_layer() -> bool:
@@ -578,3 +654,54 @@ def _set_sublayers_float32(layer: Layer, policy_name: str | None) -> None:
             layer_dtypes.give_policy(sublayer, "float32")
             model_roles.leave_to_holder(sublayer)
         _set_sublayers_float32(sublayer, policy_name)
+
+
+def _fused(step: Callable[..., Any]) -> _Step:
+    """A step of `fused_norms`, with the low dtype of the policy that manages the layer."""
+
+    def run(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Any:
+        facts = _facts.get(layer)
+        return step(layer, "" if facts is None else facts.low, original, *args, **kwargs)
+
+    return run
+
+
+# ---- The order of steps ----------------------------------------------------------------------
+
+# Stands for the first method of a call, whose name Keras decides.
+_FIRST = "first"
+# By method, the innermost step first, and whether a plan has it.
+_STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
+    "call": (
+        (_turn_in_float32, lambda plan: plan.turns_positions),
+        (_guard, lambda plan: plan.guarded),
+        (_note_outputs, lambda plan: plan.regularized_in_float32),
+        (_look_up_exactly, lambda plan: plan.inputs == "ids"),
+        (_compute_in_float32, lambda plan: bool(plan.float32_inside)),
+        (_cast_and_remember, lambda plan: plan.inputs == "lowered"),
+        (_fused(fused_norms.call), lambda plan: bool(plan.fused)),
+        (_run_in_float32, lambda plan: bool(plan.float32_sublayers)),
+        (_call_functional, lambda plan: plan.outputs == "part"),
+        (_as_part, lambda plan: plan.outputs == "part or outermost"),
+        (_cast_outermost, lambda plan: plan.outputs in _OUTERMOST),
+    ),
+    "quantized_call": ((_guard, lambda plan: plan.guarded),),
+    "compute_output_spec": (
+        (_forget_outputs, lambda plan: plan.regularized_in_float32),
+        (_fused(fused_norms.compute_output_spec), lambda plan: bool(plan.fused)),
+        (_spec_of, lambda plan: plan.outputs == "part"),
+        (_spec_of_outermost, lambda plan: plan.outputs in _OUTERMOST),
+    ),
+    _FIRST: ((_begin, lambda plan: plan.looks_inside),),
+    "add_loss": ((_add_in_float32, lambda plan: plan.float32_losses),),
+    "build": (
+        (_build_sequential, lambda plan: plan.float32_features),
+        (_run_in_float32, lambda plan: bool(plan.float32_sublayers)),
+        (_build_graph, lambda plan: plan.outputs == "part or outermost"),
+    ),
+    "pop": ((_pop, lambda plan: plan.outputs == "part or outermost"),),
+    "get_config": ((_get_config, lambda plan: plan.outputs == "part or outermost"),),
+    "get_build_config": ((_fused(fused_norms.get_build_config), lambda plan: bool(plan.fused)),),
+    "symbolic_call": ((_call_symbolically, lambda plan: plan.outputs in _OUTERMOST),),
+    "export": ((_export, lambda plan: plan.outputs in _OUTERMOST),),
+}

@@ -12,7 +12,6 @@ from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import unwrap_methods
 from tfamp.layers import layer_dtypes, model_calls, model_roles
 from tfamp.layers.assignment import before_level, managed_by
 from tfamp.levels.level_assignments import by_hand, note_state
@@ -125,7 +124,7 @@ def _set(layer: Layer, dtype: str) -> None:
     before = before_level(layer)
     if managed_by(layer) is not None and isinstance(layer, keras.layers.BatchNormalization):
         # Back to the arithmetic of Keras, in the requested dtype.
-        unwrap_methods(layer)
+        model_calls.release(layer, None)
         layer.autocast = True if before is None else before.autocast
     layer_dtypes.give_policy(layer, _policy_name(layer, dtype))
     model_calls.guard_kernels(layer)
