@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -116,6 +117,9 @@ class RestoresInner:
     wrapper therefore saves its state under other names, and what a checkpoint holds under
     the common names goes to the inner optimizer. Checkpoints that hold both, as Keras's wrapper
     and tfamp 1.0.0rc1 write them, are recognized by an `inner_optimizer`.
+
+    A wrapper with master weights also restores what one without them saved, and the other way
+    round: slots are cast, and masters start from the weights.
     """
 
     inner_optimizer: Optimizer
@@ -182,6 +186,10 @@ class RestoresInner:
             stacklevel=level_of_user(),
         )
 
+    @property
+    def _deferred_dependencies(self) -> Any:
+        return _Deferred(self, super()._deferred_dependencies)  # type: ignore[misc]
+
     def _only_in_saved_models(self) -> dict[str, Trackable]:
         """Variables that functions capture, and that no checkpoint holds."""
         return {}
@@ -202,7 +210,9 @@ class RestoresInner:
         children = cached_dependencies
         if not isinstance(children, _Children):  # Not while a checkpoint is restored.
             return super()._lookup_dependency(name, children)  # type: ignore[misc]
-        children.has_inner |= name == _INNER
+        if name == _INNER:
+            children.has_inner = True
+            return None  # `_Deferred` restores it, as dtypes are known only there.
         if name in children:
             return children[name]
         if name in _LISTS:
@@ -226,6 +236,30 @@ class _Children(dict[str, Trackable]):
 
 
 _Trackable: Any = tf.__internal__.tracking.Trackable
+
+
+class _Deferred(collections.UserDict[str, Any]):
+    """What a checkpoint holds for children that a wrapper does not have yet.
+
+    TensorFlow adds what `_lookup_dependency` found no object for: the inner optimizer, too, which
+    is restored at once.
+    """
+
+    def __init__(self, wrapper: RestoresInner, deferred: dict[str, Any]) -> None:
+        self._wrapper, self.data = wrapper, deferred
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """The list to append a position to, which TensorFlow asks for."""
+        if name != _INNER:
+            return self.data.setdefault(name, default)
+        return SimpleNamespace(append=self._restore)
+
+    def _restore(self, position: Any) -> None:
+        wrapper, value = self._wrapper, _Value(position, self._wrapper)
+        if value.of_one_dtype_with_wrapper():
+            position.restore(wrapper.inner_optimizer)
+        else:
+            value.restore(wrapper.inner_optimizer)
 
 
 class _State(_Trackable):
@@ -275,9 +309,9 @@ class _State(_Trackable):
 
     def _restore_inner(self, name: str, position: Any) -> None:
         """Restores a bare optimizer's value, now or when the inner one creates the variable."""
-        wrapper, number, value = self._wrapper, int(name), _Value(position)
+        wrapper, number, value = self._wrapper, int(name), _Value(position, self._wrapper)
         if self._siblings.one_dtype is None:
-            self._siblings.one_dtype = value.of_one_dtype_with(wrapper)
+            self._siblings.one_dtype = value.of_one_dtype_with_wrapper()
         held = getattr(wrapper.inner_optimizer, self._name)
         if not isinstance(held, _Trackable):
             return
@@ -295,28 +329,56 @@ class _State(_Trackable):
 
 
 class _Value:
-    """A value in a checkpoint, in place of TensorFlow's position, that is cast to a variable."""
+    """What a checkpoint holds, in place of TensorFlow's position, with values that are cast."""
 
-    def __init__(self, position: Any) -> None:
-        self.position, self.checkpoint = position, position.checkpoint
+    def __init__(self, position: Any, wrapper: RestoresInner) -> None:
+        self.position, self.checkpoint, self._wrapper = position, position.checkpoint, wrapper
 
-    def of_one_dtype_with(self, wrapper: RestoresInner) -> bool:
+    def of_one_dtype_with_wrapper(self) -> bool:
         """Whether all floats of the checkpoint and the wrapper have one dtype: none is cast."""
-        inner = wrapper.inner_optimizer
-        lists = inner._variables, inner._trainable_variables, wrapper._trainable_variables
+        inner = self._wrapper.inner_optimizer
+        lists = inner._variables, inner._trainable_variables, self._wrapper._trainable_variables
         ours = {tf.as_dtype(variable.dtype) for variables in lists for variable in variables}
         dtypes = ours | {dtype.base_dtype for dtype in self.checkpoint.dtype_map.values()}
         return sum(dtype.is_floating for dtype in dtypes) == 1
 
-    def restore(self, variable: Variable, *copies: Variable) -> None:
-        """Restores the value into a variable, and into what holds more of its digits."""
+    def restore(self, target: Trackable, *copies: Variable) -> None:
+        """Restores a value into a variable and what holds more of its digits, or all children."""
         saved = {
             self.checkpoint.dtype_map[attribute.checkpoint_key].base_dtype
             for attribute in self.position.object_proto.attributes
         }
-        # Optimizers in a list of a bare one have no value of their own.
-        plain = not copies and (not saved or saved == {tf.as_dtype(variable.dtype)})
-        self.position.restore(variable if plain else _Cast((variable, *copies), *saved))
+        if not saved:  # An optimizer or a list.
+            self._restore_children(target)
+        elif not copies and saved == {tf.as_dtype(target.dtype)}:
+            self.position.restore(target)
+        else:
+            weight = self._wrapper.stored_weights.weight_of(target)
+            stored = [] if weight is None else [weight]
+            self._restore_cast(_Cast((target, *copies, *stored), *saved))
+
+    def _restore_children(self, owner: Trackable) -> None:
+        """As TensorFlow restores the children of an object, now or when it gets them."""
+        position = self.position
+        if not position.bind_object(owner):
+            return
+        owner._maybe_initialize_trackable()
+        owner._update_uid = position.restore_uid
+        children = owner._trackable_children()
+        for child in position.object_proto.children:
+            value = _Value(position.create_child_position(child.node_id), self._wrapper)
+            found = owner._lookup_dependency(child.local_name, children)
+            if found is None:
+                owner._deferred_dependencies.setdefault(child.local_name, []).append(value)
+            else:
+                value.restore(found)
+
+    def _restore_cast(self, cast: _Cast) -> None:
+        position = self.position
+        if self.checkpoint.object_by_proto_id.get(position.proto_id) is None:
+            position.restore(cast)
+        else:  # A weight of the model, which TensorFlow restores: its master has no value.
+            cast._restore_from_tensors(position.value_tensors())
 
 
 class _Cast(_Trackable):
