@@ -491,3 +491,93 @@ def test_a_multi_optimizer_gets_masters_from_a_checkpoint_without_them(tmp_path)
     assert_masters_are(optimizer, old.get_weights())
     # Keras's checkpoints lose the state of the parts, in every dtype and without a wrapper.
     assert own_state(optimizer) == own_state(saved)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(No loss has been scaled|__array__ implementation)",
+    "ignore:Skipping variable loading for optimizer 'sgd",  # Of Keras, for the inner one.
+)
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"),
+    [(False, None), (None, False), (None, None)],
+    ids=["without", "with", "with_both"],
+)
+def test_weights_files_restore_scale_and_slots_with_and_without_masters(
+    tmp_path, saved_with, loaded_with, built
+):
+    inner = SLOTTED["momentum"]
+    old, saved = trained_low(inner, "float16", master_weights=saved_with)
+    old.compile(saved, "mse")
+    old.save_weights(tmp_path / "old.weights.h5")
+    model = low_model("float16")
+    optimizer = tfamp.LossScaleOptimizer(
+        inner(), master_weights=loaded_with, dynamic_growth_steps=2
+    )
+    model.compile(optimizer, "mse")
+    if built:
+        optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "old.weights.h5")
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    optimizer.build(model.trainable_variables)
+    assert_same_values(snapshot(model), snapshot(old))
+    both = optimizer.inner_optimizer.variables, saved.inner_optimizer.variables
+    for slot, wanted in zip(*both, strict=True):
+        np.testing.assert_array_equal(slot.numpy(), tf.cast(wanted.value, slot.dtype).numpy())
+    if loaded_with is None:
+        assert_masters_are(optimizer, (saved.master_variables or old.get_weights()))
+        assert_goes_on_as_in_float32_from(inner, model, optimizer, saved)
+
+
+def assert_goes_on_as_in_float32_from(inner, model, optimizer, saved):
+    weights = saved.master_variables or model.trainable_variables
+    twins, bare = float32_twin(inner, weights, saved.inner_optimizer.variables)
+    take_steps(model.trainable_variables, optimizer, 2)
+    take_steps(twins, bare, 2)
+    for value, wanted in zip(optimizer.master_variables, twins, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:No loss has been scaled")
+def test_a_keras_file_of_an_optimizer_built_before_gives_its_state_to_the_masters(tmp_path):
+    model, inner = low_model("float16"), SLOTTED["momentum"]()
+    inner.build(model.trainable_variables)  # So that the default has no masters.
+    saved = tfamp.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=2)
+    model.compile(saved, "mse")
+    take_steps(model.trainable_variables, saved, 3)
+    assert not saved.master_variables
+    model.save(tmp_path / "old.keras")
+    loaded = keras.models.load_model(tmp_path / "old.keras")
+    optimizer = loaded.optimizer
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    assert_masters_are(optimizer, model.get_weights())
+    assert_goes_on_as_in_float32(
+        SLOTTED["momentum"], loaded, optimizer, saved.inner_optimizer.variables
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(No loss has been scaled|__array__ implementation)",
+    "ignore:Skipping variable loading for optimizer 'nadam",
+)
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("way", ["checkpoint", "weights"])
+def test_nadams_product_of_momenta_is_restored_and_training_goes_on_exactly(tmp_path, way, built):
+    def make():
+        model, optimizer = low_model("float32"), keras.optimizers.Nadam(0.05)
+        model.compile(tfamp.LossScaleOptimizer(optimizer), "mse", auto_scale_loss=False)
+        return model
+
+    old, model = make(), make()
+    take_steps(old.trainable_variables, old.optimizer, 3)
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    if way == "checkpoint":
+        path = tf.train.Checkpoint(m=old, o=old.optimizer).write(str(tmp_path / "old"))
+        tf.train.Checkpoint(m=model, o=model.optimizer).read(path)
+    else:
+        old.save_weights(tmp_path / "old.weights.h5")
+        model.load_weights(tmp_path / "old.weights.h5")
+    for each in (old, model):
+        take_steps(each.trainable_variables, each.optimizer, 2)
+    assert_same_values(snapshot(model, model.optimizer), snapshot(old, old.optimizer))
