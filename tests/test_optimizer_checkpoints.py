@@ -355,3 +355,229 @@ def test_weights_of_a_bare_optimizers_checkpoint_reach_the_model_and_its_masters
         if "master_weights" in feature:
             rounded = tf.cast(bare.get_weights(), "bfloat16")
             np.testing.assert_array_equal(model.get_weights(), rounded)
+
+
+# ---- With and without master weights -----------------------------------------------------------
+
+
+def low_model(dtype):
+    """Variables and arithmetic in the low dtype."""
+    with tfamp.policy_scope(dtype):
+        return small_model()
+
+
+def take_steps(weights, optimizer, steps):
+    """Steps with gradients that are exact in every dtype."""
+    for step in range(steps):
+        numbers = (np.arange(np.prod(v.shape)).reshape(v.shape) for v in weights)
+        gradients = [np.round(32 * np.cos(n + step)) / 32 for n in numbers]
+        pairs = zip(gradients, weights, strict=True)
+        optimizer.apply_gradients([(tf.constant(g, v.dtype), v) for g, v in pairs])
+
+
+def trained_low(inner, dtype, **arguments):
+    """A model of 16-bit weights and its optimizer, after three steps."""
+    model = low_model(dtype)
+    optimizer = tfamp.LossScaleOptimizer(
+        inner(), initial_scale=4.0, dynamic_growth_steps=2, **arguments
+    )
+    take_steps(model.trainable_variables, optimizer, 3)
+    return model, optimizer
+
+
+def float32_twin(inner, weights, state):
+    """float32 variables and a bare optimizer, which go on from weights and a state."""
+    variables = [keras.Variable(tf.cast(tf.convert_to_tensor(w), "float32")) for w in weights]
+    optimizer = inner()
+    optimizer.build(variables)
+    for variable, value in zip(optimizer.variables, state, strict=True):
+        variable.assign(tf.cast(tf.convert_to_tensor(value), variable.dtype))
+    return variables, optimizer
+
+
+def assert_goes_on_as_in_float32(inner, model, optimizer, state):
+    """Two steps in a function and an eager one, against a bare optimizer on float32 variables."""
+    twins, bare = float32_twin(inner, model.trainable_variables, state)
+    tf.function(lambda: take_steps(model.trainable_variables, optimizer, 2))()
+    take_steps(twins, bare, 2)
+    for take in (model.trainable_variables, optimizer), (twins, bare):
+        take_steps(*take, 1)
+    found = [*optimizer.master_variables, *optimizer.inner_optimizer.variables]
+    for value, wanted in zip(found, [*twins, *bare.variables], strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+def own_state(optimizer):
+    """The wrapper's scale and counters, and the iterations."""
+    counters = optimizer.dynamic_counter, optimizer.skipped_steps, optimizer.iterations
+    return float(optimizer.dynamic_scale), *map(int, counters)
+
+
+def assert_masters_are(optimizer, weights):
+    assert optimizer.master_variables
+    for master, weight in zip(optimizer.master_variables, weights, strict=True):
+        assert str(master.dtype) == "float32"
+        np.testing.assert_array_equal(master, np.float32(weight))
+
+
+WITHOUT_MASTERS = first_of([("momentum", "float16"), ("lion", "bfloat16"), ("adam", "bfloat16")])
+
+
+@pytest.mark.filterwarnings("ignore:No loss has been scaled", "ignore:(lion|adam) keeps")
+@pytest.mark.parametrize("with_model", [True, False], ids=["model", "optimizer"])
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize(("inner", "dtype"), WITHOUT_MASTERS)
+def test_masters_start_from_a_checkpoint_without_them(tmp_path, inner, dtype, built, with_model):
+    inner = SLOTTED[inner]
+    old, saved = trained_low(inner, dtype, master_weights=False)
+    held = {"m": old} if with_model else {}
+    path = tf.train.Checkpoint(o=saved, **held).write(str(tmp_path / "old"))
+
+    model, optimizer = low_model(dtype), tfamp.LossScaleOptimizer(inner(), dynamic_growth_steps=2)
+    if built:
+        optimizer.build(model.trainable_variables)
+    elif not with_model:  # A checkpoint of the optimizer alone holds the weights it was built for.
+        model.set_weights(old.get_weights())
+    held = {"m": model} if with_model else {}
+    tf.train.Checkpoint(o=optimizer, **held).read(path).assert_nontrivial_match()
+    optimizer.build(model.trainable_variables)
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    assert_same_values(snapshot(model), snapshot(old))
+    assert_masters_are(optimizer, old.get_weights())
+    assert_goes_on_as_in_float32(inner, model, optimizer, saved.inner_optimizer.variables)
+
+
+@pytest.mark.filterwarnings("ignore:No loss has been scaled")
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float16"]))
+def test_a_checkpoint_with_masters_restores_without_them(tmp_path, dtype, built):
+    inner = SLOTTED["momentum"]
+    old, saved = trained_low(inner, dtype)
+    assert len(saved.master_variables) == 4
+    path = tf.train.Checkpoint(m=old, o=saved).write(str(tmp_path / "old"))
+    model, optimizer = low_model(dtype), tfamp.LossScaleOptimizer(inner(), master_weights=False)
+    if built:
+        optimizer.build(model.trainable_variables)
+    tf.train.Checkpoint(m=model, o=optimizer).read(path)
+    optimizer.build(model.trainable_variables)
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    assert_same_values(snapshot(model), snapshot(old))
+    both = optimizer.inner_optimizer.variables, saved.inner_optimizer.variables
+    for slot, wanted in list(zip(*both, strict=True))[2:]:
+        assert slot.dtype == dtype
+        np.testing.assert_array_equal(slot.numpy(), tf.cast(wanted.value, dtype).numpy())
+    for each in (model, optimizer), (old, saved):
+        take_steps(each[0].trainable_variables, each[1], 1)
+    for value, wanted in zip(model.get_weights(), saved.master_variables, strict=True):
+        # The step is rounded to the low dtype; weights and slots are at most 1 or so.
+        np.testing.assert_allclose(np.float32(value), wanted, atol=2.0**-7)
+
+
+@pytest.mark.filterwarnings("ignore:(No loss has been scaled|multi_optimizer keeps)")
+def test_a_multi_optimizer_gets_masters_from_a_checkpoint_without_them(tmp_path):
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+
+    def inner():
+        biases = {".*bias": keras.optimizers.SGD(0.05, momentum=0.5)}
+        kernels = keras.optimizers.Adam(0.05, epsilon=1e-3)
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(kernels, biases))
+
+    old, saved = trained_low(inner, "bfloat16", master_weights=False)
+    path = tf.train.Checkpoint(m=old, o=saved).write(str(tmp_path / "old"))
+    model, optimizer = low_model("bfloat16"), tfamp.LossScaleOptimizer(inner())
+    optimizer.build(model.trainable_variables)
+    tf.train.Checkpoint(m=model, o=optimizer).read(path)
+    assert_masters_are(optimizer, old.get_weights())
+    # Keras's checkpoints lose the state of the parts, in every dtype and without a wrapper.
+    assert own_state(optimizer) == own_state(saved)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(No loss has been scaled|__array__ implementation)",
+    "ignore:Skipping variable loading for optimizer 'sgd",  # Of Keras, for the inner one.
+)
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"),
+    [(False, None), (None, False), (None, None)],
+    ids=["without", "with", "with_both"],
+)
+def test_weights_files_restore_scale_and_slots_with_and_without_masters(
+    tmp_path, saved_with, loaded_with, built
+):
+    inner = SLOTTED["momentum"]
+    old, saved = trained_low(inner, "float16", master_weights=saved_with)
+    old.compile(saved, "mse")
+    old.save_weights(tmp_path / "old.weights.h5")
+    model = low_model("float16")
+    optimizer = tfamp.LossScaleOptimizer(
+        inner(), master_weights=loaded_with, dynamic_growth_steps=2
+    )
+    model.compile(optimizer, "mse")
+    if built:
+        optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "old.weights.h5")
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    optimizer.build(model.trainable_variables)
+    assert_same_values(snapshot(model), snapshot(old))
+    both = optimizer.inner_optimizer.variables, saved.inner_optimizer.variables
+    for slot, wanted in zip(*both, strict=True):
+        np.testing.assert_array_equal(slot.numpy(), tf.cast(wanted.value, slot.dtype).numpy())
+    if loaded_with is None:
+        assert_masters_are(optimizer, (saved.master_variables or old.get_weights()))
+        assert_goes_on_as_in_float32_from(inner, model, optimizer, saved)
+
+
+def assert_goes_on_as_in_float32_from(inner, model, optimizer, saved):
+    weights = saved.master_variables or model.trainable_variables
+    twins, bare = float32_twin(inner, weights, saved.inner_optimizer.variables)
+    take_steps(model.trainable_variables, optimizer, 2)
+    take_steps(twins, bare, 2)
+    for value, wanted in zip(optimizer.master_variables, twins, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:No loss has been scaled")
+def test_a_keras_file_of_an_optimizer_built_before_gives_its_state_to_the_masters(tmp_path):
+    model, inner = low_model("float16"), SLOTTED["momentum"]()
+    inner.build(model.trainable_variables)  # So that the default has no masters.
+    saved = tfamp.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=2)
+    model.compile(saved, "mse")
+    take_steps(model.trainable_variables, saved, 3)
+    assert not saved.master_variables
+    model.save(tmp_path / "old.keras")
+    loaded = keras.models.load_model(tmp_path / "old.keras")
+    optimizer = loaded.optimizer
+    assert own_state(optimizer) == own_state(saved) == (8.0, 1, 0, 3)
+    assert_masters_are(optimizer, model.get_weights())
+    assert_goes_on_as_in_float32(
+        SLOTTED["momentum"], loaded, optimizer, saved.inner_optimizer.variables
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(No loss has been scaled|__array__ implementation)",
+    "ignore:Skipping variable loading for optimizer 'nadam",
+)
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("way", ["checkpoint", "weights"])
+def test_nadams_product_of_momenta_is_restored_and_training_goes_on_exactly(tmp_path, way, built):
+    def make():
+        model, optimizer = low_model("float32"), keras.optimizers.Nadam(0.05)
+        model.compile(tfamp.LossScaleOptimizer(optimizer), "mse", auto_scale_loss=False)
+        return model
+
+    old, model = make(), make()
+    take_steps(old.trainable_variables, old.optimizer, 3)
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    if way == "checkpoint":
+        path = tf.train.Checkpoint(m=old, o=old.optimizer).write(str(tmp_path / "old"))
+        tf.train.Checkpoint(m=model, o=model.optimizer).read(path)
+    else:
+        old.save_weights(tmp_path / "old.weights.h5")
+        model.load_weights(tmp_path / "old.weights.h5")
+    for each in (old, model):
+        take_steps(each.trainable_variables, each.optimizer, 2)
+    assert_same_values(snapshot(model, model.optimizer), snapshot(old, old.optimizer))

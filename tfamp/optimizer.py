@@ -256,6 +256,19 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         object.__setattr__(self, "_trainable_variables", list(var_list))
         self.built = True
 
+    def _take_over_masters(self, other: LossScaleOptimizer) -> None:
+        """Uses the masters of another wrapper, for which the inner optimizer was built."""
+        if self.master_weights is False or self.weight_rounding is not None:
+            raise ValueError(
+                f"{self.inner_optimizer.name} was built for {len(other.master_variables)} master "
+                "weights, which master_weights=False or weight_rounding leave out. Give a new "
+                "optimizer, or keep the masters: leave both settings out."
+            )
+        self.stored_weights = other.stored_weights
+        self._master_list = other.master_variables
+        for variable in self._master_list:
+            self._track_variable(variable)
+
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
@@ -699,7 +712,15 @@ for _name in INNER_SETTINGS.keys() - {"learning_rate"}:
 
 
 def continue_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
-    """Copies the counters of another optimizer and, if the rule is the same, its scale."""
+    """Copies the counters of another optimizer and, if the rule is the same, its scale.
+
+    Takes over its masters if both wrap the same optimizer, which was built for them.
+
+    Raises:
+        ValueError: The optimizer was chosen to have no masters.
+    """
+    if other.inner_optimizer is optimizer.inner_optimizer and other.master_variables:
+        optimizer._take_over_masters(other)
     optimizer._skipped.assign(other._skipped)
     optimizer._consecutive.assign(other._consecutive)
     if other.rule == optimizer.rule:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.acceptance import relative_difference
+from tfamp.training.fused_update import RULED
 
 RULES = {
     "sgd": lambda: keras.optimizers.SGD(2.0**-6),
@@ -25,8 +26,11 @@ RULES = {
 ROUNDED = {
     **{name: RULES[name] for name in ("sgd", "adam", "adamw")},
     "lion": lambda: keras.optimizers.Lion(1e-3),
+    "nadam": lambda: keras.optimizers.Nadam(1e-3),
     "adafactor": lambda: keras.optimizers.Adafactor(1e-3),
 }
+if ROUNDED.keys() != {name.lower() for name in RULED}:
+    raise RuntimeError(f"ROUNDED needs an optimizer for every rule: {', '.join(RULED)}")
 
 
 def rounded_bits(device: str, name: str, *, dtype: str, jit: bool, **options) -> np.ndarray:

@@ -107,3 +107,50 @@ def test_skipped_steps_are_counted_on_in_a_copy():
         model, optimizer = tfamp.prepare(model, dtype="float16", **level)
         counts = optimizer.skipped_steps, optimizer.consecutive_skipped_steps
         assert [int(count) for count in counts] == [1, 1]
+
+
+def test_an_optimizer_built_for_masters_goes_on_with_them_in_another_wrapper():
+    """A level with a loss scale of its own replaces a user's wrapper at compile."""
+    x, y = np.float32(np.random.default_rng(1).normal(size=(2, 16, 4)))
+    y = y[:, :1]
+
+    def trained(model, optimizer):
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        return model
+
+    def make(loss_scale=None):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        return tfamp.prepare(model, level="O3", dtype="float16", loss_scale=loss_scale)[0]
+
+    def wrapper():
+        inner = keras.optimizers.SGD(0.0625, momentum=0.5)
+        return tfamp.LossScaleOptimizer(inner, initial_scale=64.0)
+
+    plain = trained(make(), wrapper())
+    model, users = make(loss_scale=32.0), wrapper()
+    users.build(model.trainable_variables)
+    trained(model, users)
+    optimizer = model.optimizer
+    assert optimizer is not users
+    assert optimizer.inner_optimizer is users.inner_optimizer
+    assert float(optimizer.dynamic_scale) == 32.0
+    assert len(optimizer.master_variables) == 4
+    held = {id(variable) for variable in optimizer.variables}  # Saved with the optimizer.
+    assert held >= {id(master) for master in optimizer.master_variables}
+    found = [*optimizer.master_variables, *optimizer.inner_optimizer.variables]
+    wanted = [*plain.optimizer.master_variables, *plain.optimizer.inner_optimizer.variables]
+    for value, as_before in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, as_before, rtol=2e-3, atol=2e-4)
+    for weight, master in zip(model.get_weights(), optimizer.master_variables, strict=True):
+        np.testing.assert_array_equal(weight, np.float16(master))
+
+    again = make(loss_scale=32.0)
+    again, _ = tfamp.prepare(
+        again, level="O3", dtype="float16", loss_scale=32.0, master_weights=False
+    )
+    users = wrapper()
+    users.build(again.trainable_variables)
+    with pytest.raises(ValueError, match="was built for 4 master weights"):
+        again.compile(users, "mse")

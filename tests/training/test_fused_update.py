@@ -361,7 +361,12 @@ def test_variables_that_do_not_fit_are_updated_by_the_optimizer_itself():
 
 
 @pytest.mark.parametrize(
-    ("name", "constrained"), first_of([("nesterov", True), ("adamw_schedule_clip", False)])
+    ("name", "constrained"),
+    [
+        ("nesterov", True),
+        ("nadam", False),
+        pytest.param("adamw_schedule_clip", False, marks=pytest.mark.slow),
+    ],
 )
 def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constrained):
     def made(wrap, **arguments):
@@ -390,6 +395,28 @@ def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constra
     for variable in [*ours, *optimizer.inner_optimizer.variables]:
         first, second = variable.value.values
         np.testing.assert_array_equal(first.numpy(), second.numpy(), variable.path)
+
+
+def test_nadam_on_two_replicas_has_the_values_of_one_device(two_replicas):
+    """Its product of momenta is multiplied once a step, not once for each replica."""
+
+    def trained(wrap, run, share):
+        weights = variables()
+        optimizer = wrap(OPTIMIZERS["nadam"]())
+        optimizer.build(weights)
+
+        @tf.function
+        def step(*grads):
+            run(lambda: optimizer.apply([share * each for each in grads], weights))
+
+        for number in range(3):
+            step(*gradients(number))
+        return optimizer, weights
+
+    with two_replicas.scope():  # Gradients are summed.
+        optimizer, ours = trained(tfamp.LossScaleOptimizer, two_replicas.run, 0.5)
+    bare, theirs = trained(lambda inner: inner, lambda step: step(), 1.0)
+    assert_same(optimizer, ours, bare, theirs)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])

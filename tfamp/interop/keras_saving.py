@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -92,15 +93,19 @@ def read_optimizer(saved: Any, custom_objects: Mapping[str, Any] | None) -> Opti
 
 @dataclass
 class _Waiting:
-    """Values of a bare optimizer's file for variables that the inner optimizer will create.
+    """Values of a file for variables that the inner optimizer will create.
 
     Attributes:
-        values: All values of the file.
+        values: All values of the inner optimizer.
         early: The variables that existed, with the value each had before the file's.
+        beside: Values of what a wrapper stores beside the weights, such as masters.
+        of: Whose file it is, for a warning.
     """
 
     values: list[Any]
-    early: list[tuple[Variable, Any]]
+    early: list[tuple[Variable, Any]] = field(default_factory=list)
+    beside: Sequence[Any] = ()
+    of: str = "an optimizer without loss scaling"
 
 
 class RestoresInner:
@@ -116,49 +121,85 @@ class RestoresInner:
     wrapper therefore saves its state under other names, and what a checkpoint holds under
     the common names goes to the inner optimizer. Checkpoints that hold both, as Keras's wrapper
     and tfamp 1.0.0rc1 write them, are recognized by an `inner_optimizer`.
+
+    A wrapper with master weights also restores what one without them saved, and the other way
+    round: slots are cast, and masters start from the weights.
     """
 
     inner_optimizer: Optimizer
     stored_weights: Any
+    variables: list[Variable]
+    built: bool
+    name: str
     _variables: list[Variable]
+    _master_list: Sequence[Variable] = ()
     _trainable_variables: list[Variable]
     _waiting: _Waiting | None = None
 
     def load_own_variables(self, store: Any) -> None:
         """Loads the state from a Keras file, also one that the inner optimizer saved alone.
 
-        The latter's values for variables that do not exist yet are kept until `build`.
+        Values for variables that do not exist yet are kept until `build`.
 
         Args:
             store: The saved variables by number, as Keras gives them.
 
         Warns:
-            TfampWarning: The file is of a bare optimizer that the inner one does not match.
+            TfampWarning: The file is of an optimizer that the inner one does not match.
         """
         self._waiting = None
         forms = [_form(variable) for variable in self._variables]
         last_flag = max(i for i, (kind, _) in enumerate(forms) if kind == "bool")
         inner, count = self.inner_optimizer, len(store.keys())
-        if "0" not in store or _starts_with(store, forms[: last_flag + 1]):
+        if "0" not in store:
             super().load_own_variables(store)  # type: ignore[misc]
+        elif _starts_with(store, forms[: last_flag + 1]):
+            if not self._load_of_wrapper([store[str(i)] for i in range(count)]):
+                super().load_own_variables(store)  # type: ignore[misc]
         elif _starts_with(store, _OF_KERAS_WRAPPER) and not hasattr(inner, "optimizers"):
             # Keras warns of another number of variables. The same number is none to go by.
-            other = count != len(self.variables)  # type: ignore[attr-defined]
+            other = count != len(self.variables)
             super().load_own_variables(store if other else {})  # type: ignore[misc]
         else:
             values = [store[str(i)] for i in range(count)]
-            self._waiting = _Waiting(values, [])
-            if inner.built or _fit(values, inner.variables):
-                self._load_waiting()
-            elif _fit(values[: len(inner._variables)], inner._variables):
-                early = list(inner._variables)  # The iterations, for example.
-                before = map(keras.ops.convert_to_numpy, early)
-                self._waiting.early = list(zip(early, before, strict=True))
-                for variable, value in zip(early, values, strict=False):
-                    variable.assign(value)
+            self._load_or_wait(_Waiting(values))
+
+    def _load_of_wrapper(self, values: list[Any]) -> bool:
+        """Loads a wrapper's file, if only now one of it and the optimizer has masters or slots.
+
+        Returns False, and changes nothing, if Keras loads the file, or warns that it cannot.
+        """
+        inner, beside = self.inner_optimizer, self._master_list
+        own = self._variables[: len(self._variables) - len(beside)]
+        rest, first = values[len(own) :], inner._variables  # The iterations, for example.
+        if _fit(values, self.variables) or not _fit(values[: len(own)], own):
+            return False
+        starts = (i for i in range(len(rest)) if _fit(rest[i : i + len(first)], first))
+        if (start := next(starts, None)) is None:
+            return False
+        waiting = _Waiting(rest[start:], beside=rest[:start], of="another optimizer")
+        if inner.built and not _fit(waiting.values, inner.variables):
+            return False
+        for variable, value in zip(own, values, strict=False):
+            variable.assign(value)
+        self._load_or_wait(waiting)
+        return True
+
+    def _load_or_wait(self, waiting: _Waiting) -> None:
+        """Loads values into the inner optimizer, now or as soon as it has the variables."""
+        self._waiting = waiting
+        inner, values = self.inner_optimizer, waiting.values
+        if inner.built or _fit(values, inner.variables):
+            self._load_waiting()
+        elif _fit(values[: len(inner._variables)], inner._variables):
+            early = list(inner._variables)  # The iterations, for example.
+            before = map(keras.ops.convert_to_numpy, early)
+            waiting.early = list(zip(early, before, strict=True))
+            for variable, value in zip(early, values, strict=False):
+                variable.assign(value)
 
     def _load_waiting(self) -> None:
-        """Loads what a bare optimizer's file holds of variables that exist now."""
+        """Loads what a file holds of variables that exist now."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -168,19 +209,33 @@ class RestoresInner:
             for variable, value in zip(inner.variables, values, strict=True):
                 if id(variable) not in early:  # The program may have assigned others since.
                     variable.assign(value)
+            self._load_beside(waiting.beside)
             return
         for (variable, before), value in zip(waiting.early, values, strict=False):
             if np.array_equal(keras.ops.convert_to_numpy(variable), value):
                 variable.assign(before)
         warnings.warn(
-            f"Nothing was restored into the inner_optimizer of {self.name}, "  # type: ignore[attr-defined]
-            f"{inner.name}: the file holds {len(values)} variables of an optimizer without loss "
-            f"scaling, whose number or shapes are not those of its {len(inner.variables)}. For "
+            f"Nothing was restored into the inner_optimizer of {self.name}, "
+            f"{inner.name}: the file holds {len(values)} variables of {waiting.of}, "
+            f"whose number or shapes are not those of its {len(inner.variables)}. For "
             "its slots and iterations, give LossScaleOptimizer an inner_optimizer of the same "
             "class, settings and trainable variables as the one that was saved.",
             TfampWarning,
             stacklevel=level_of_user(),
         )
+
+    def _load_beside(self, values: Sequence[Any]) -> None:
+        """Loads masters; without any in the file they start from the weights."""
+        if _fit(values, self._master_list):
+            for variable, value in zip(self._master_list, values, strict=True):
+                variable.assign(value)
+        else:  # Also weights that are loaded later are taken over, by the next step.
+            weights = self._trainable_variables
+            self.stored_weights.set_exact(weights, weights)
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        return _Deferred(self, super()._deferred_dependencies)  # type: ignore[misc]
 
     def _only_in_saved_models(self) -> dict[str, Trackable]:
         """Variables that functions capture, and that no checkpoint holds."""
@@ -202,7 +257,9 @@ class RestoresInner:
         children = cached_dependencies
         if not isinstance(children, _Children):  # Not while a checkpoint is restored.
             return super()._lookup_dependency(name, children)  # type: ignore[misc]
-        children.has_inner |= name == _INNER
+        if name == _INNER:
+            children.has_inner = True
+            return None  # `_Deferred` restores it, as dtypes are known only there.
         if name in children:
             return children[name]
         if name in _LISTS:
@@ -226,6 +283,30 @@ class _Children(dict[str, Trackable]):
 
 
 _Trackable: Any = tf.__internal__.tracking.Trackable
+
+
+class _Deferred(collections.UserDict[str, Any]):
+    """Values in a checkpoint of children that a wrapper does not have yet.
+
+    TensorFlow adds what `_lookup_dependency` found no object for: the inner optimizer, too, which
+    is restored at once.
+    """
+
+    def __init__(self, wrapper: RestoresInner, deferred: dict[str, Any]) -> None:
+        self._wrapper, self.data = wrapper, deferred
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """The list to append a position to, which TensorFlow asks for."""
+        if name != _INNER:
+            return self.data.setdefault(name, default)
+        return SimpleNamespace(append=self._restore)
+
+    def _restore(self, position: Any) -> None:
+        wrapper, value = self._wrapper, _Value(position, self._wrapper)
+        if value.of_one_dtype_with_wrapper():
+            position.restore(wrapper.inner_optimizer)
+        else:
+            value.restore(wrapper.inner_optimizer)
 
 
 class _State(_Trackable):
@@ -275,9 +356,9 @@ class _State(_Trackable):
 
     def _restore_inner(self, name: str, position: Any) -> None:
         """Restores a bare optimizer's value, now or when the inner one creates the variable."""
-        wrapper, number, value = self._wrapper, int(name), _Value(position)
+        wrapper, number, value = self._wrapper, int(name), _Value(position, self._wrapper)
         if self._siblings.one_dtype is None:
-            self._siblings.one_dtype = value.of_one_dtype_with(wrapper)
+            self._siblings.one_dtype = value.of_one_dtype_with_wrapper()
         held = getattr(wrapper.inner_optimizer, self._name)
         if not isinstance(held, _Trackable):
             return
@@ -297,26 +378,54 @@ class _State(_Trackable):
 class _Value:
     """A value in a checkpoint, in place of TensorFlow's position, that is cast to a variable."""
 
-    def __init__(self, position: Any) -> None:
-        self.position, self.checkpoint = position, position.checkpoint
+    def __init__(self, position: Any, wrapper: RestoresInner) -> None:
+        self.position, self.checkpoint, self._wrapper = position, position.checkpoint, wrapper
 
-    def of_one_dtype_with(self, wrapper: RestoresInner) -> bool:
+    def of_one_dtype_with_wrapper(self) -> bool:
         """Whether all floats of the checkpoint and the wrapper have one dtype: none is cast."""
-        inner = wrapper.inner_optimizer
-        lists = inner._variables, inner._trainable_variables, wrapper._trainable_variables
+        inner = self._wrapper.inner_optimizer
+        lists = inner._variables, inner._trainable_variables, self._wrapper._trainable_variables
         ours = {tf.as_dtype(variable.dtype) for variables in lists for variable in variables}
         dtypes = ours | {dtype.base_dtype for dtype in self.checkpoint.dtype_map.values()}
         return sum(dtype.is_floating for dtype in dtypes) == 1
 
-    def restore(self, variable: Variable, *copies: Variable) -> None:
-        """Restores the value into a variable, and into what holds more of its digits."""
+    def restore(self, target: Trackable, *copies: Variable) -> None:
+        """Restores a value into a variable and what holds more of its digits, or all children."""
         saved = {
             self.checkpoint.dtype_map[attribute.checkpoint_key].base_dtype
             for attribute in self.position.object_proto.attributes
         }
-        # Optimizers in a list of a bare one have no value of their own.
-        plain = not copies and (not saved or saved == {tf.as_dtype(variable.dtype)})
-        self.position.restore(variable if plain else _Cast((variable, *copies), *saved))
+        if not saved:  # An optimizer or a list.
+            self._restore_children(target)
+        elif not copies and saved == {tf.as_dtype(target.dtype)}:
+            self.position.restore(target)
+        else:
+            weight = self._wrapper.stored_weights.weight_of(target)
+            stored = [] if weight is None else [weight]
+            self._restore_cast(_Cast((target, *copies, *stored), *saved))
+
+    def _restore_children(self, owner: Trackable) -> None:
+        """As TensorFlow restores the children of an object, now or when it gets them."""
+        position = self.position
+        if not position.bind_object(owner):
+            return
+        owner._maybe_initialize_trackable()
+        owner._update_uid = position.restore_uid
+        children = owner._trackable_children()
+        for child in position.object_proto.children:
+            value = _Value(position.create_child_position(child.node_id), self._wrapper)
+            found = owner._lookup_dependency(child.local_name, children)
+            if found is None:
+                owner._deferred_dependencies.setdefault(child.local_name, []).append(value)
+            else:
+                value.restore(found)
+
+    def _restore_cast(self, cast: _Cast) -> None:
+        position = self.position
+        if self.checkpoint.object_by_proto_id.get(position.proto_id) is None:
+            position.restore(cast)
+        else:  # A weight of the model, which TensorFlow restores: its master has no value.
+            cast._restore_from_tensors(position.value_tensors())
 
 
 class _Cast(_Trackable):

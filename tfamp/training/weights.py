@@ -86,6 +86,10 @@ class PlainWeights:
         key = keras_hooks.key_of(self.optimizer)
         return [self._by_key.get(key(v), v) for v in variables]
 
+    def weight_of(self, target: Variable) -> Variable | None:
+        """Returns the variable that has a target as its master; None without one."""
+        return None
+
     def build(self, variables: Sequence[Variable]) -> None:
         """Builds the optimizer for the targets of variables; it sums gradients in float32."""
         targets = self.targets(variables)
@@ -175,6 +179,10 @@ class MasterWeights(PlainWeights):
             self._by_key[key(variable)] = master
             self._pairs.append((variable, master))
         return self.masters
+
+    def weight_of(self, target: Variable) -> Variable | None:
+        """Returns the variable of a master."""
+        return next((variable for variable, master in self._pairs if master is target), None)
 
     def load(self) -> None:
         """Copies values assigned to the variables since `store` to the masters.
