@@ -233,7 +233,7 @@ _OF_TEXTS = {"endswith", "partition", "removeprefix", "removesuffix", "startswit
 def _private_names_used(module: str) -> set[str]:
     """Private attributes of objects other than `self`, as attributes and as strings."""
     tree = _tree(module)
-    used, texts = set(), set()  # Docstrings and parts of texts are no names.
+    used, texts = set(), set()  # Of docstrings, and parts of texts.
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr | ast.JoinedStr):
             texts |= {id(child) for child in ast.iter_child_nodes(node)}

@@ -1,4 +1,4 @@
-"""What works without each private symbol of TensorFlow and Keras, one after the other.
+"""Calls that work without a private symbol of TensorFlow and Keras, for each of these.
 
     python tests/helpers/missing_symbols.py [--write docs/missing_symbols.md]
 
@@ -293,7 +293,7 @@ def requested() -> dict[str, list[str]]:
 
 
 def outcome(symbol: str, name: str) -> str:
-    """What becomes of a call without a symbol: "works", "warns" or "raises"; else a fault."""
+    """The outcome of a call without a symbol: "works", "warns" or "raises"; else a fault."""
     with without(symbol), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

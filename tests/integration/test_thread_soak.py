@@ -31,7 +31,7 @@ X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 
 
 class Worker:
-    """What one thread does and holds: scopes it leaves in any order, optimizers it frees.
+    """The actions of one thread; it leaves scopes in any order and frees optimizers.
 
     Attributes:
         errors: The errors of its actions, and their wrong values.

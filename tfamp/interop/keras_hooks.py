@@ -564,8 +564,9 @@ def reading_again() -> Callable[[], Reading]:
     Symbols: as of `reading_by`.
     """
     if reads_float32():
-        scope = _scope_in_force()()
-        return functools.partial(_scope_of_ours(), scope.maybe_cast, scope.low)
+        scope: Any = _scope_in_force()()
+        make: Callable[..., Reading] = _scope_of_ours()
+        return functools.partial(make, scope.maybe_cast, scope.low)
     return contextlib.nullcontext
 
 

@@ -553,7 +553,7 @@ def call_at_calls(callback: Callable[[], object], key: str) -> None:
     saved function does not call it.
 
     Symbols: `FuncGraph`, its `capture`, and its `capture_call_time_value`, by which a function
-    captures a value anew at every call. It captures a bool that no op takes: without a value,
+    captures another value at every call. It captures a bool that no op takes: without a value,
     saved functions would count their captures wrongly.
     """
     graph, outer = None, tf.compat.v1.get_default_graph()

@@ -27,7 +27,7 @@ Outputs: TypeAlias = Literal["own", "fused", "part", "outermost", "part or outer
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What is known of a layer, and what was asked for it.
+    """Facts of a layer, and requests for it.
 
     Attributes:
         kind: Its kind.
@@ -77,7 +77,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What happens in the calls of a layer.
+    """The steps in the calls of a layer.
 
     Attributes:
         role: Its role, "" without one.
@@ -108,7 +108,7 @@ class LayerPlan:
     outputs: Outputs = "own"
 
     def to_text(self) -> str:
-        """What differs from a layer of Keras's, in words; "" if nothing does.
+        """Returns the differences from a layer of Keras's in words; "" for none.
 
         Example:
             >>> facts = LayerFacts(takes_ids=True, protected=True, adds_losses=False)
