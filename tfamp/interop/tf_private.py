@@ -110,6 +110,7 @@ def cache_of_ops(function: _Method) -> _Method:
             return kept(op, *args)
         return function(op, *args)
 
+    call.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
     return cast("_Method", call)
 
 
