@@ -17,6 +17,7 @@ from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.assignment import Assignment, assignments
 from tfamp.layers.layer_dtypes import quantization_of
+from tfamp.layers.model_calls import plan_of
 from tfamp.levels.effective_level import EffectiveLevel
 from tfamp.levels.model_structure import computing_layers_of, path_of
 from tfamp.levels.precision_config import LEVELS
@@ -40,6 +41,14 @@ class LayerSettings:
         why: The reason for the dtype, in a few words.
         quantization: How Keras has quantized it, for example "int8"; None if it is not. Its
             dtypes are then the ones it computes in and stores floats in.
+        calls: Its role, and changes of its calls besides the dtype, in a few words; "" for none.
+
+    Example:
+        >>> import keras, tfamp
+        >>> layers = [keras.Input((3,)), keras.layers.Embedding(9, 2), keras.layers.Dense(2)]
+        >>> prepared = tfamp.prepare(keras.Sequential(layers), level="O2", dtype="bfloat16")
+        >>> [layer.calls for layer in prepared.settings.layers]
+        ['hidden; exact ids; exact sums', 'output; exact sums']
     """
 
     path: str
@@ -48,6 +57,7 @@ class LayerSettings:
     variable_dtype: str
     why: str
     quantization: str | None = None
+    calls: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +228,9 @@ def _row(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> LayerSett
     why = _why(layer, level, is_kept)
     if why == "op lists" and level is not None:
         compute = f"{level.dtype} by op"
-    return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode)
+    plan = plan_of(layer)
+    calls = "" if plan is None else plan.to_text()
+    return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode, calls)
 
 
 def _why(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> str:

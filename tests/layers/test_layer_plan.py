@@ -1,0 +1,101 @@
+"""Plans of layers are values, made by one function, carried out by one wrapper a method."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfamp
+from tfamp.interop.patching import wrapped_methods
+from tfamp.layers.layer_plan import LayerFacts, LayerPlan, plan_layer
+from tfamp.layers.model_calls import plan_of
+
+DENSE = LayerFacts(protected=True, managed=True, low="bfloat16", float32_outputs=True)
+
+
+def functional(*hidden):
+    """A model of a layer of each class, whose last layer is `head`."""
+    x = inputs = keras.Input((4, 3))
+    for layer in hidden:
+        x = layer(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
+def calls(settings):
+    return {row.path.rpartition("/")[2]: row.calls for row in settings.layers}
+
+
+def test_equal_facts_have_equal_plans_and_each_fact_changes_what_it_says():
+    assert plan_layer(DENSE, "hidden") == plan_layer(dataclasses.replace(DENSE), "hidden")
+    assert plan_layer(LayerFacts(), "") == LayerPlan()
+    assert plan_layer(LayerFacts(), "").to_text() == ""
+    changes = {
+        "takes_ids": (True, "inputs", "ids"),
+        "float32_inside": ("squares", "float32_inside", "squares"),
+        "turns_positions": (True, "guarded", False),
+        "adds_up": (False, "guarded", False),
+        "is_regularized": (True, "regularized_in_float32", True),
+        "holds": ("data", "inputs", "uncast"),
+        "stays": (True, "float32_sublayers", "mixed_bfloat16"),
+        "can_fuse": (True, "fused", "bfloat16"),
+    }
+    facts = dataclasses.replace(DENSE, policy_name="mixed_bfloat16")
+    for name, (value, field, expected) in changes.items():
+        plan = plan_layer(dataclasses.replace(facts, **{name: value}), "hidden")
+        assert getattr(plan, field) == expected, name
+        assert getattr(plan_layer(facts, "hidden"), field) != expected, name
+
+
+def test_a_new_place_in_a_model_gives_a_new_plan(low):
+    base = functional()
+    head = base.get_layer("head")
+    assert plan_of(head).role == "output"
+    keras.Model(base.inputs, layers.Dense(1)(head.output))
+    assert plan_of(head).role == "hidden"
+    assert plan_of(head) == dataclasses.replace(plan_of(head), role="hidden")
+
+
+def test_layers_with_the_same_facts_have_the_same_plan_however_they_got_there(low):
+    under_policy = functional(layers.UnitNormalization(name="unit"))
+    tfamp.set_global_policy("float32")
+    model = functional(layers.UnitNormalization(name="unit"))
+    prepared = tfamp.prepare(model, level="O2", dtype=low).model
+    for name in ("unit", "head"):
+        ours, theirs = plan_of(under_policy.get_layer(name)), plan_of(prepared.get_layer(name))
+        assert (ours.role, ours.guarded) == (theirs.role, theirs.guarded)
+
+
+@pytest.mark.parametrize("level", ["O1", "O0"])
+def test_taking_a_level_back_leaves_no_wrapper_and_no_plan(level):
+    model = functional(layers.BatchNormalization(), layers.Dense(4, activity_regularizer="l2"))
+    before = {layer.name: dict(vars(layer)) for layer in model.layers}
+    prepared = tfamp.prepare(model, level="O2", dtype="bfloat16").model
+    assert any(wrapped_methods(layer) for layer in prepared.layers)
+    again = tfamp.prepare(prepared, level="O0").model
+    for layer in again.layers[1:]:  # An InputLayer computes nothing.
+        assert not wrapped_methods(layer)
+        assert plan_of(layer) is None
+        assert set(before[layer.name]) <= set(vars(layer))
+
+
+def test_each_method_has_one_wrapper(low):
+    layer = layers.BatchNormalization(activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((3,)), layer, layers.Dense(2, activity_regularizer="l1")])
+    model(np.ones((2, 3)))
+    for each in (layer, model.layers[-1], model):
+        for name, method in wrapped_methods(each).items():
+            wrapped, count = method, 0
+            while hasattr(wrapped, "__wrapped__") and "_tfamp_replaced" in vars(wrapped):
+                wrapped, count = wrapped.__wrapped__, count + 1
+            assert count == 1, name
+
+
+def test_a_report_says_what_happens_in_the_calls_of_each_layer(low):
+    norms = layers.BatchNormalization(name="norm"), layers.UnitNormalization(name="unit")
+    model = functional(*norms)
+    found = calls(tfamp.prepare(model, level="O2", dtype=low).settings)
+    assert found["norm"] == f"statistics; fused kernel in {low}"
+    assert found["head"] == "output; exact sums"
+    assert found["unit"] == "hidden; float32 inside, as it squares; exact sums"
