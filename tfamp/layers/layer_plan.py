@@ -48,6 +48,7 @@ class LayerFacts:
         managed: Whether a policy gives it its dtype.
         stays: Whether it stays float32 under that policy, with all that is in it.
         float32_outputs: Whether that policy makes models return float32.
+        casts: Whether its outputs were asked to be float32 where it is the outermost model.
         low: The compute dtype of that policy.
         policy_name: The name of that policy.
         can_fuse: Whether its class has a fused kernel.
@@ -70,6 +71,7 @@ class LayerFacts:
     managed: bool = False
     stays: bool = False
     float32_outputs: bool = False
+    casts: bool = False
     low: str = ""
     policy_name: str = ""
     can_fuse: bool = False
@@ -177,6 +179,8 @@ def _inputs(facts: LayerFacts, inside: str, angles: bool) -> Inputs:
 
 
 def _outputs(facts: LayerFacts, fused: str) -> Outputs:
+    if facts.casts:
+        return "outermost"
     if not facts.managed or facts.stays:
         return "own"
     if fused:

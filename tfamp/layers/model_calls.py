@@ -237,7 +237,7 @@ def add_losses_in_float32(layer: Layer) -> None:
 
 def cast_outermost(model: Model) -> None:
     """Makes the outermost call of a model return float32, in its spec and its export too."""
-    _ask(model, managed=True, float32_outputs=True)
+    _ask(model, casts=True)
 
 
 # ---- Steps of any layer ----------------------------------------------------------------------
@@ -567,12 +567,10 @@ def _get_config(model: Model, original: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def _returns_low(model: Model) -> bool:
-    """Whether the output of a model is its own: of a Sequential that has no Functional.
+    """Whether the output of a Sequential is low: nested inputs, say, build no Functional.
 
-    Nested inputs, say, build none; one has a cast of its outputs.
+    One that is built has a cast of its outputs.
     """
-    if not isinstance(model, keras.Sequential):
-        return True
     built = keras_hooks.functional_of(model) is not None
     return not built and any(map(model_roles.wants_float32, model.layers[-1:]))
 
@@ -583,7 +581,11 @@ def _returns_low(model: Model) -> bool:
 
 def _is_outermost(model: Model) -> bool:
     symbolic = any(running is model for running in _running.symbolic)
-    return not symbolic and _returns_low(model) and _caller_of(model) is None
+    plan = plan_of(model)
+    casts_itself = plan is not None and plan.outputs == "part or outermost"
+    if symbolic or (casts_itself and not _returns_low(model)):
+        return False
+    return _caller_of(model) is None
 
 
 def _call_symbolically(model: Model, original: Method, *args: Any, **kwargs: Any) -> Nest:
