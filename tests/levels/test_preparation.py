@@ -508,7 +508,7 @@ def test_only_models_are_prepared_and_have_settings():
             getattr(tfamp, name)(lambda x: x)
 
 
-def test_a_layer_kept_at_o1_reads_float32_weights_in_eager_calls_too():
+def test_a_layer_kept_at_o1_computes_in_float32_in_eager_calls_too():
     read = []
 
     class Reads(layers.Layer):
@@ -516,9 +516,9 @@ def test_a_layer_kept_at_o1_reads_float32_weights_in_eager_calls_too():
             self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
 
         def call(self, x):
-            scale = keras.ops.convert_to_tensor(self.scale)
-            read.append(scale.dtype)
-            return x * scale
+            # Beside a low tensor a variable is low; a kept layer gets a float32 one.
+            read.append(keras.ops.convert_to_tensor(x * self.scale).dtype)
+            return x * self.scale
 
     inner = [layers.Dense(4), Reads(name="reads"), layers.Dense(2)]
     model = keras.Sequential([keras.Input((4,)), *inner])

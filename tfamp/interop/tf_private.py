@@ -75,14 +75,6 @@ def replicas_share_graph() -> bool:
     return graph is tf.compat.v1.get_default_graph()
 
 
-def is_recorded() -> bool:
-    """Whether a tape or a forward accumulator may record the next op.
-
-    Symbol: `tensorflow.python.eager.record.could_possibly_record`. No public function tells.
-    """
-    return bool(private("eager.record:could_possibly_record")())
-
-
 def op_definition(name: str) -> _OpDef | None:
     """Returns the definition of an op type: its arguments and attributes.
 

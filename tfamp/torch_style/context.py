@@ -10,6 +10,7 @@ is at the end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -25,14 +26,14 @@ import tensorflow as tf
 
 from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.errors import TfampWarning, UnsupportedVersionError
+from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
-from tfamp.interop.op_calls import as_tensor, plain_attrs
+from tfamp.interop.op_calls import as_tensor, may_record, plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import modes
@@ -669,18 +670,18 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     def __enter__(self) -> autocast:
         patching.check_recognized()
-        # First, so that ops get there with the inputs that they run with.
-        guard = kernel_guard.enter(is_on=self._mode is not None)
-        try:
-            hooks.acquire()
-        except UnsupportedVersionError:
-            kernel_guard.leave(guard)
-            raise
-        state_guard.hooks.acquire()
-        if tf_private.is_recorded():
-            _watch_steps(self._mode)
-        block = current_modes.block(self._mode)
-        block.guard = guard
+        with contextlib.ExitStack() as undo:
+            # First, so that ops get there with the inputs that they run with.
+            guard = kernel_guard.enter(is_on=self._mode is not None)
+            undo.callback(kernel_guard.leave, guard)
+            for patch in (hooks, state_guard.hooks):
+                patch.acquire()
+                undo.callback(patch.release)
+            if may_record():
+                _watch_steps(self._mode)
+            block = current_modes.block(self._mode)
+            block.guard = guard
+            undo.pop_all()
         self._entered.append(block)
         current_modes.enter(block)
         return self
