@@ -1,5 +1,10 @@
 """Results, losses and given data keep float32's digits, and masks stay finite."""
 
+import ast
+import inspect
+import itertools
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +13,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of, one_of_each
 from helpers.tolerances import assert_close
+from tfamp.planning import exact_values
 from tfamp.planning.structures import op_types
 
 DTYPES = ("bfloat16", "float16")
@@ -495,3 +501,35 @@ def test_products_in_complex_numbers_whose_angle_nobody_takes_are_low(dtype):
 
     assert dtypes(plan_of(power, X, dtype=dtype), "MatMul") == {dtype}
     assert dtypes(plan_of(turned, X, dtype=dtype), "MatMul") == {dtype, "float32"}
+
+
+# ---- The tables of the rules -----------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+# Rows of a table whose rules are in `loop_states` and `scalings`, or part of the rule before.
+ELSEWHERE = {"states of loops", "compilers, in float16", "their gradients"}
+
+
+def rules_of_table(page):
+    """The rules that the first column of a page's table names, as functions."""
+    lines = iter((ROOT / page).read_text(encoding="utf-8").splitlines())
+    rows = itertools.dropwhile(lambda line: not line.startswith("| rule |"), lines)
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), rows))[2:]
+    names = [row.split("|")[1].strip() for row in rows]
+    kept = [name for name in names if name not in ELSEWHERE]
+    return ["_" + name.split(",")[0].replace("-", "_") for name in kept]
+
+
+@pytest.mark.parametrize("page", ["docs/explanation/rewrite.md", "tfamp/graph/README.md"])
+def test_each_rule_is_a_function_in_the_order_of_the_table(page):
+    rules = rules_of_table(page)
+    tree = ast.parse(inspect.getsource(exact_values))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    takes_values = [
+        function.name
+        for function in functions
+        if [ast.unparse(argument.annotation) for argument in function.args.args] == ["_Values"]
+        and ast.unparse(function.returns) == "dict[int, Reason]"
+    ]
+    assert rules
+    assert takes_values == rules

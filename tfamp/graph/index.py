@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.errors import RewriteError
 from tfamp.core.kinds import ArgDef, AttrValue, GraphDef, NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute_text, function_attributes, tensor_inputs
 from tfamp.graph.ops import OpSignature, refused_options, signature
-from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
+from tfamp.interop.tf_private import dtype_name, has_kernel
 from tfamp.machine.hardware import detect
 from tfamp.planning.kernels import OPS
 from tfamp.planning.options import SUCCESSORS

@@ -25,8 +25,8 @@ from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
 from tfamp.planning import structures
 from tfamp.planning.decision import Decision, PaintedScope, decide
-from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.inexact_kernels import inexact_nodes
+from tfamp.planning.op_sets import CHOICES
 from tfamp.planning.options import (
     COLORS,
     SUCCESSORS,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import tensorflow as tf
 
+from tfamp.core.device_names import device_kind_of as device_kind_of
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
 from tfamp.core.kinds import (
@@ -311,15 +312,6 @@ def _without_kernel(op: str, attr: str, device: str) -> frozenset[str]:
 
 
 # ---- Devices and kernels ---------------------------------------------------------------------
-
-_DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
-
-
-@functools.cache
-def device_kind_of(name: str) -> str:
-    """Kind of device in a device's name: "cpu", "gpu" or "tpu"; "" without one."""
-    match = _DEVICE_KIND.search(name)
-    return match[1].lower() if match else ""
 
 
 def device_kind_in_force() -> str:

@@ -7,9 +7,9 @@ a node does not make the nodes behind it float32.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.planning.kernels import (
     OPS,
     Fault,
@@ -24,8 +24,6 @@ from tfamp.planning.structures import GraphIndex, Reason
 
 # Names of the rules: for kernels that add up low, and for those with another fault.
 RULE, FAULT_RULE = "sum", "kernel"
-# Of a node's device, as graphs spell it.
-_DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECASE)
 # Of the input of a node that becomes another op: its axes must be known. A BiasAddGrad, the
 # only such op in the table, adds up over all axes but the channels: at least two axes.
 _LEAST_RANK = 2
@@ -83,8 +81,7 @@ def exact_instead(call: OpCall, device: str, options: RewriteOptions) -> str:
 
 
 def _kind(device: str, options: RewriteOptions) -> str:
-    match = _DEVICE_KIND.search(device)
-    return match[1].lower() if match else options.device
+    return device_kind_of(device) or options.device
 
 
 def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:

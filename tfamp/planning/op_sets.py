@@ -33,6 +33,11 @@ CUDNN_RNN = op_types("""
     CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
 """)
 
+# Ops that select or compare values and do not compute new ones.
+CHOICES = op_types("""
+    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual
+    Select SelectV2
+""")
 CROSS_ENTROPIES = op_types("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits")
 
 # Both dtypes.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from tfamp.planning.coloring import REDUCTIONS
 from tfamp.planning.op_sets import CROSS_ENTROPIES
 from tfamp.planning.structures import op_types
+from tfamp.planning.value_flow import ValueFlow
 
 _LOGS = CROSS_ENTROPIES | op_types("Log Log1p LogSoftmax Softplus Xlog1py Xlogy")
 _PROBABILITIES = op_types("Exp Sigmoid Softmax")
@@ -31,28 +32,17 @@ class Probabilities:
     """The flow of probabilities, and of their logarithms, from products to differences.
 
     Args:
-        order: The slots, producers first.
-        ops: The op of each slot.
-        sources: For each slot those that it takes.
-        multiplies: Whether a slot is a product.
-        moves: Tells whether a slot passes on values as they are.
+        flow: The flow of all values.
     """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        ops: Sequence[str],
-        sources: Sequence[Sequence[int]],
-        multiplies: Sequence[bool],
-        moves: Callable[[int], bool],
-    ) -> None:
-        self._order, self._ops, self._sources, self._moves = order, ops, sources, moves
-        self._products = [slot for slot in order if multiplies[slot]]
+    def __init__(self, flow: ValueFlow) -> None:
+        self._flow = flow
+        self._products = [slot for slot in flow.order if flow.multiplies[slot]]
         # For each slot a mask of the last products before it: bit n stands for the n-th one.
-        self._made = [0] * len(ops)
+        self._made = [0] * len(flow.ops)
         bits = {slot: 1 << number for number, slot in enumerate(self._products)}
-        for slot in order:
-            made = (self._made[source] for source in sources[slot])
+        for slot in flow.order:
+            made = (self._made[source] for source in flow.sources[slot])
             self._made[slot] = bits[slot] if slot in bits else _all(made, 0)
 
     def compared_products(self, within: Set[int]) -> Iterable[int]:
@@ -64,12 +54,12 @@ class Probabilities:
         Args:
             within: The slots of the differences.
         """
-        found = 0
+        flow, found = self._flow, 0
         for ops, ends in ((DIFFERENCES, _LOGS), (_QUOTIENTS, _PROBABILITIES)):
-            comparing = [slot for slot in self._order if slot in within and self._ops[slot] in ops]
+            comparing = [slot for slot in flow.order if slot in within and flow.ops[slot] in ops]
             signed = self._signed(ends) if comparing else []
             for slot in comparing:
-                for sides in zip(*(signed[source] for source in self._sources[slot]), strict=True):
+                for sides in zip(*(signed[source] for source in flow.sources[slot]), strict=True):
                     if len(sides) == 2 and all(sides) and sides[0] != sides[1]:
                         found |= sides[0] | sides[1]
         return (slot for number, slot in enumerate(self._products) if found >> number & 1)
@@ -80,12 +70,13 @@ class Probabilities:
         Args:
             ends: The ops that compute these probabilities, or their logarithms.
         """
-        signed = [(0, 0)] * len(self._ops)
-        for slot in self._order:
-            op = self._ops[slot]
+        flow = self._flow
+        signed = [(0, 0)] * len(flow.ops)
+        for slot in flow.order:
+            op = flow.ops[slot]
             if op in ends:
                 plus, minus = self._made[slot], 0
-            elif op in _TERMS or self._moves(slot):
+            elif op in _TERMS or flow.moves(slot):
                 plus, minus = map(_all, self._sides(slot, signed), (0, 0))
             else:
                 continue
@@ -96,4 +87,4 @@ class Probabilities:
 
     def _sides(self, slot: int, signed: Sequence[tuple[int, int]]) -> Iterator[Iterable[int]]:
         for side in (0, 1):
-            yield [signed[source][side] for source in self._sources[slot]]
+            yield [signed[source][side] for source in self._flow.sources[slot]]

@@ -25,7 +25,7 @@ from tfamp.graph.index import largest_finite
 from tfamp.graph.loops import Loop
 from tfamp.graph.nodes import control_inputs_of, tensor_inputs
 from tfamp.graph.ops import FLOAT32_TYPE, LOW_TYPES
-from tfamp.planning.exact_values import CHOICES
+from tfamp.planning.op_sets import CHOICES
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan, node_name, reach
 

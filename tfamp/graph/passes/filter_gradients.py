@@ -18,12 +18,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.kinds import NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import attribute, tensor_inputs
 from tfamp.graph.ops import FLOAT32_TYPE
-from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import FLOAT32
 
