@@ -8,8 +8,9 @@ a counter in bfloat16 stops at 256. So here
 - `assign_add` and `assign_sub` add in the variable's dtype;
 - variables of metrics are read in their own dtype, as outside of a layer;
 - a variable whose next value is computed from its last one is read in its own dtype, wherever
-  the layer still runs then and returns the same dtypes. Before a layer's first call its `call` is
-  traced into a graph that is thrown away, which shows this. For others a warning says what to do.
+  the layer still runs then and returns the same dtypes. Before the first call of a layer whose
+  code calls `assign`, its `call` is traced into a graph that is thrown away, which shows this.
+  For others a warning says what to do.
 
 Variables that a layer assigns but does not compute from themselves, such as a codebook made
 from sums, round once per step, as weights do, and are read low.
@@ -18,12 +19,17 @@ from sums, round once per step, as weights do, and are read low.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import inspect
+import random
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
@@ -37,6 +43,8 @@ from tfamp.interop.patching import Patch, level_of_user
 _TRACED_FOR = "_tfamp_traced_for"
 _NOT_TRACED = "_tfamp_not_traced"
 _WARNED = "_tfamp_warned_of_state"
+# Variables of a layer that are looked at one by one, each by a trace.
+_MOST_TRACES = 4
 
 
 class _Thread(threading.local):
@@ -64,7 +72,8 @@ def assign(original: Method, variable: Variable, value: Any) -> Any:
     # Under autocast a value that is float32 was computed in float32.
     is_exact = keras_hooks.reads_float32() and not _is_low(value)
     if layer_name is not None and keras_hooks.reads_low(variable) and not is_exact:
-        _warn(variable, layer_name, "its call runs in eager mode only, so tfamp cannot tell")
+        reason = "its call cannot run without effects, so tfamp cannot tell"
+        _warn([variable], layer_name, reason)
     return original(variable, value)
 
 
@@ -117,10 +126,14 @@ def settle(layer: Layer, call: Method, args: Any, kwargs: Any, *, same_dtypes: b
         return
     kind = same_dtypes, _kind(args, kwargs)
     unknown = [v for v in owned if kind not in getattr(v, _TRACED_FOR, ())]
-    if not unknown:
+    if not unknown or not _may_assign(type(layer), call):
         return
     if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
         return  # Keras traces the call itself, and comes here again.
+    if not all(map(_can_be_used_twice, keras.tree.flatten((args, kwargs)))):
+        for variable in unknown:
+            setattr(variable, _NOT_TRACED, layer.name)
+        return
     with _lock, _tracing():
         for variable in unknown:
             kinds: frozenset[Hashable] = getattr(variable, _TRACED_FOR, frozenset())
@@ -148,16 +161,16 @@ def _tracing() -> Iterator[None]:
 def _settle(
     layer: Layer, variables: Sequence[Variable], run: Callable[[], Nest], same_dtypes: bool
 ) -> None:
-    low = _tried(run, variables, read_exactly=())
+    low = _tried(layer, run, variables, read_exactly=())
     # A call that adds float32 values to its state runs with exact reads only.
-    found = low or _tried(run, variables, read_exactly=variables)
+    found = low or _tried(layer, run, variables, read_exactly=variables)
     if found is None:
         for variable in variables:
             setattr(variable, _NOT_TRACED, layer.name)
         return
 
     def works(read_exactly: Sequence[Variable]) -> bool:
-        new = _tried(run, variables, read_exactly)
+        new = _tried(layer, run, variables, read_exactly)
         return new is not None and (not same_dtypes or new.dtypes == found.dtypes)
 
     exact: list[Variable] = []
@@ -165,15 +178,101 @@ def _settle(
         exact = found.updated
     elif low is None:
         exact = list(variables)
-    else:
+    elif 1 < len(found.updated) <= _MOST_TRACES:
         for variable in found.updated:
             if works([*exact, variable]):
                 exact.append(variable)
     for variable in exact:
         keras_hooks.read_as_stored(variable)
-    for variable in found.updated:
-        if not any(variable is other for other in exact):
-            _warn(variable, layer.name, "its call mixes it with low-precision tensors")
+    left = [v for v in found.updated if not any(v is other for other in exact)]
+    _warn(left, layer.name, "its call mixes them with low-precision tensors")
+
+
+# ---- Layers whose call is traced -----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigns(layer_class: type) -> bool:
+    """Whether code of a user's class, or a function that it names, calls `assign`."""
+    classes = [kind for kind in layer_class.__mro__ if not _is_of_library(kind.__module__)]
+    return _calls_assign(value for kind in classes for value in vars(kind).values())
+
+
+def _may_assign(layer_class: type, call: Method) -> bool:
+    own = getattr(call, "__func__", call)
+    return _assigns(layer_class) or _calls_assign([own])
+
+
+def _calls_assign(values: Iterable[Any]) -> bool:
+    pending, seen = list(values), set()
+    while pending:
+        value = pending.pop()
+        value = getattr(value, "python_function", value)  # of a tf.function
+        value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+        value = inspect.unwrap(value) if callable(value) else value
+        if id(value) in seen or not inspect.isfunction(value) or _is_of_library(value.__module__):
+            continue
+        seen.add(id(value))
+        codes = [value.__code__]
+        while codes:
+            code = codes.pop()
+            if "assign" in code.co_names:
+                return True
+            codes += filter(inspect.iscode, code.co_consts)
+            pending += [value.__globals__.get(name) for name in code.co_names]
+    return False
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in {"keras", "tensorflow", "numpy", "builtins", "tfamp"}
+
+
+def _can_be_used_twice(value: Any) -> bool:
+    """Whether an argument of a call is the same after a trace; an iterator is not."""
+    return not hasattr(value, "__next__")
+
+
+@contextlib.contextmanager
+def _unchanged(layer: Layer) -> Iterator[None]:
+    """A context that restores the Python attributes of layers, and random states, after it."""
+    owners: list[dict[str, Any]] = [each.__dict__ for each in keras_hooks.layers_of(layer)]
+    attributes = [dict(owner) for owner in owners]
+    values = {id(value): value for owner in attributes for value in owner.values()}
+    kinds = (list, dict, set)
+    containers = [(v, copy.copy(_plain(v))) for v in values.values() if isinstance(v, kinds)]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for owner, before in zip(owners, attributes, strict=True):
+            for name in set(owner) - set(before):
+                del owner[name]
+            owner.update(before)
+        for value, content in containers:
+            _refill(value, content)
+
+
+def _plain(value: Any) -> Any:
+    """The content of a container; Keras's own track what they are given."""
+    kind = next(kind for kind in (list, dict, set) if isinstance(value, kind))
+    return kind(value)
+
+
+def _refill(value: Any, content: Any) -> None:
+    # By the methods of the built-in classes: Keras's containers may be locked.
+    if isinstance(value, list):
+        list.__setitem__(value, slice(None), content)
+    elif isinstance(value, dict):
+        dict.clear(value)
+        dict.update(value, content)
+    else:
+        set.clear(value)
+        set.update(value, content)
+
+
+# ---- Traces --------------------------------------------------------------------------------
 
 
 class _Found(NamedTuple):
@@ -189,10 +288,13 @@ class _Found(NamedTuple):
 
 
 def _tried(
-    run: Callable[[], Nest], variables: Sequence[Variable], read_exactly: Sequence[Variable]
+    layer: Layer,
+    run: Callable[[], Nest],
+    variables: Sequence[Variable],
+    read_exactly: Sequence[Variable],
 ) -> _Found | None:
     """Traces a call that reads some variables in the dtype they have; None if it cannot run."""
-    with keras_hooks.read_as_stored_in(read_exactly):
+    with keras_hooks.read_as_stored_in(read_exactly), _unchanged(layer):
         try:
             return _traced(run, variables)
         except Exception:  # noqa: BLE001 - an op that cannot mix dtypes, or what users' code raises
@@ -205,10 +307,12 @@ def _traced(run: Callable[[], Nest], variables: Sequence[Variable]) -> _Found:
         last = [tf_private.placeholder("float32", variable.shape) for variable in variables]
         mapping = list(zip(variables, last, strict=True))
         with keras.StatelessScope(state_mapping=mapping) as scope:
+            # In a low scope they are casts of the placeholders.
+            first = [scope.get_current_value(variable) for variable in variables]
             outputs = run()
         updated = [
             variable
-            for variable, value in mapping
+            for variable, value in zip(variables, first, strict=True)
             if _is_made_of(scope.get_current_value(variable), value)
         ]
     dtypes = [
@@ -238,16 +342,20 @@ def _is_made_of(value: Tensor, source: Tensor) -> bool:
     return False
 
 
-def _warn(variable: Variable, layer_name: str, reason: str) -> None:
-    if getattr(variable, _WARNED, False):
+def _warn(variables: Sequence[Variable], layer_name: str, reason: str) -> None:
+    new = [variable for variable in variables if not getattr(variable, _WARNED, False)]
+    if not new:
         return
-    setattr(variable, _WARNED, True)
+    for variable in new:
+        setattr(variable, _WARNED, True)
+    names = ", ".join(repr(variable.path) for variable in new[:3])
+    names += f" and {len(new) - 3} others" if len(new) > 3 else ""
     dtype = keras_hooks.reading_dtype()
     warnings.warn(
-        f"{layer_name} computes the next value of its variable {variable.path!r} from the last "
-        f"one, which its call uses in {dtype}: {reason}. Small updates are lost there. Create it "
-        "with add_weight(..., autocast=False), which reads float32, and cast what it is computed "
-        'with by keras.ops.cast(x, "float32"); or give the layer dtype="float32".',
+        f"{layer_name} computes the next value of {names} from the last one, which its call uses "
+        f"in {dtype}: {reason}. Small updates are lost there. Create such a variable with "
+        "add_weight(..., autocast=False), which reads float32, and cast what it is computed with "
+        'by keras.ops.cast(x, "float32"); or give the layer dtype="float32".',
         TfampWarning,
         stacklevel=level_of_user(),
     )

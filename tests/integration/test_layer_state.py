@@ -379,8 +379,102 @@ def test_state_of_a_call_that_only_eager_mode_runs_is_read_low_with_a_warning():
 
     with tfamp.policy_scope("mixed_bfloat16"):
         layer = Eager()
-    with pytest.warns(tfamp.TfampWarning, match="avg.*eager mode only.*autocast=False") as caught:
+    with pytest.warns(
+        tfamp.TfampWarning, match="avg.*cannot run without effects.*autocast=False"
+    ) as caught:
         layer(BATCH)
         layer(BATCH)
     assert len(caught) == 1
     assert layer.average.numpy() == 2
+
+
+# ---- The trace that looks for state --------------------------------------------------------------
+
+
+class WithEffects(keras.layers.Layer):
+    """Updates a counter, and does in `call` what users' Python code does."""
+
+    def build(self, shape):
+        self.n = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.center = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+        self.calls, self.cache, self.history, self.first = 0, None, [], True
+
+    def call(self, x, factors=None):
+        self.n.assign(self.n + 1.0)
+        self.calls += 1
+        self.history.append(x)
+        if self.cache is None:
+            self.cache = tf.range(tf.shape(x)[1])
+        if self.first:  # an initialization by the first batch
+            self.center.assign(keras.ops.mean(keras.ops.cast(x, "float32"), 0))
+            self.first = False
+        if factors is not None:
+            x = x * next(factors)
+        noise = np.random.rand()
+        self.noise = noise
+        return x + tf.cast(self.cache, x.dtype) - keras.ops.cast(self.center, x.dtype)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_python_code_of_a_call_runs_as_if_once(policy):
+    tfamp.set_global_policy(policy)
+    layer, x = WithEffects(), np.full((2, 3), 5.0, "float32")
+    layer.build(x.shape)
+    np.random.seed(3)
+    results = [layer(x) for _ in range(300)]
+    assert (layer.calls, len(layer.history), float(layer.n)) == (300, 300, 300.0)
+    np.testing.assert_array_equal(results[0], [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(layer.center, [5, 5, 5])
+    np.random.seed(3)
+    assert layer.noise == np.random.rand(300)[-1]
+
+
+def test_an_argument_that_a_call_uses_up_is_used_once():
+    tfamp.set_global_policy("mixed_bfloat16")
+    layer, x = WithEffects(), np.full((2, 3), 5.0, "float32")
+    layer.build(x.shape)
+    with pytest.warns(tfamp.TfampWarning, match="cannot run without effects"):
+        result = layer(x, factors=iter([2.0]))
+    np.testing.assert_array_equal(result, [[5, 6, 7]] * 2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_weight_that_a_layer_only_reads_is_left_alone(policy):
+    class Offset(keras.layers.Layer):
+        def build(self, shape):
+            self.offset = self.add_weight(shape=(3,), initializer="ones", trainable=False)
+            self.calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            return x + self.offset
+
+    tfamp.set_global_policy(policy)
+    layer = Offset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = layer(np.ones((1, 3), "float32"))
+    assert (layer.calls, result.dtype.name) == (1, policy.removeprefix("mixed_"))
+
+
+def test_many_averages_are_named_in_one_warning_after_few_traces():
+    class Averages(keras.layers.Layer):
+        def build(self, shape):
+            new = functools.partial(self.add_weight, shape=(3,), trainable=False)
+            self.averages = [new(name=f"average_{i}") for i in range(40)]
+            self.traces = []
+
+        def call(self, x):
+            count.append(None)
+            for average in self.averages:
+                average.assign(average * 0.9 + 0.1 * keras.ops.mean(x, 0))
+            return x
+
+    count = []
+    tfamp.set_global_policy("mixed_bfloat16")
+    layer = Averages()
+    layer.build((2, 3))
+    with pytest.warns(tfamp.TfampWarning, match="and 37 others") as found:
+        layer(np.ones((2, 3), "float32"))
+    assert len([w for w in found if "computes the next value" in str(w.message)]) == 1
+    assert len(count) <= 5
