@@ -159,7 +159,8 @@ def test_a_step_that_xla_compiles_works_unwatched():
 
 def whole_step(factor):
     """A step of a relu network, to be rewritten, whose gradients are about `factor`."""
-    return autocast_step(None, factor)[0]
+    optimizer = keras.optimizers.SGD(2.0**-30, name="sgd")  # Weights keep their values.
+    return autocast_step(None, factor, optimizer=optimizer)[0]
 
 
 @pytest.mark.parametrize("placement", ["min_cut", "lists"])
