@@ -44,6 +44,7 @@ _KERAS_AND_PUBLIC = (
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("step", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    ("scaled_step", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply"),
     ("slot", "keras.src.optimizers.base_optimizer:BaseOptimizer.add_variable_from_reference"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Makes tensors of the numbers that an op combines with a tensor, in that tensor's dtype.

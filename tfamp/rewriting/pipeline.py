@@ -62,8 +62,7 @@ def call_converted(
     plan, which is None where the options leave the function in float32.
     """
     # An autocast around the call would cast before the rewrite decides, outputs included.
-    # Counters of a step's gradients would be rewritten with it.
-    with current_modes.set_to(None), underflow.paused():
+    with current_modes.set_to(None), _watching_steps(options):
         traced = _trace(function, call)
     graph, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
@@ -208,6 +207,15 @@ def _trace(function: TracedFunction, call: FlatCall) -> Trace:
     if not any(map(tf.is_symbolic_tensor, trace.captured_inputs)):
         shared.trace = trace  # Other traces capture tensors of one caller's graph.
     return trace
+
+
+def _watching_steps(options: RewriteOptions) -> contextlib.AbstractContextManager[None]:
+    """A context in which an optimizer's first steps are watched only where they are float16's.
+
+    Candidates of `tune` share a trace, whatever their dtypes, and run it to measure times.
+    """
+    is_watched = options.dtype == "float16" and _shared.get() is None
+    return contextlib.nullcontext() if is_watched else underflow.paused()
 
 
 # ---- Import --------------------------------------------------------------------------------------
