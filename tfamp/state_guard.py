@@ -19,7 +19,6 @@ from sums, round once per step, as weights do, and are read low.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import random
@@ -124,9 +123,10 @@ def settle(layer: Layer, call: Method, args: Any, kwargs: Any, *, same_dtypes: b
     owned = [v for v in keras_hooks.state_of(layer) if keras_hooks.reads_low(v)]
     if not owned:
         return
-    kind = same_dtypes, _kind(args, kwargs)
+    # Another layer may update it in its own call.
+    kind = id(layer), same_dtypes, _kind(args, kwargs)
     unknown = [v for v in owned if kind not in getattr(v, _TRACED_FOR, ())]
-    if not unknown or not _may_assign(type(layer), call):
+    if not unknown or not _may_assign(layer, call):
         return
     if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
         return  # Keras traces the call itself, and comes here again.
@@ -198,9 +198,10 @@ def _assigns(layer_class: type) -> bool:
     return _calls_assign(value for kind in classes for value in vars(kind).values())
 
 
-def _may_assign(layer_class: type, call: Method) -> bool:
-    own = getattr(call, "__func__", call)
-    return _assigns(layer_class) or _calls_assign([own])
+def _may_assign(layer: Layer, call: Method) -> bool:
+    classes = {type(each) for each in keras_hooks.layers_of(layer)}
+    is_called = any(_assigns(each) for each in classes)
+    return is_called or _calls_assign([getattr(call, "__func__", call)])
 
 
 def _calls_assign(values: Iterable[Any]) -> bool:
@@ -232,14 +233,17 @@ def _can_be_used_twice(value: Any) -> bool:
     return not hasattr(value, "__next__")
 
 
+_CONTAINERS = (list, dict, set)
+
+
 @contextlib.contextmanager
 def _unchanged(layer: Layer) -> Iterator[None]:
     """A context that restores the Python attributes of layers, and random states, after it."""
     owners: list[dict[str, Any]] = [each.__dict__ for each in keras_hooks.layers_of(layer)]
     attributes = [dict(owner) for owner in owners]
-    values = {id(value): value for owner in attributes for value in owner.values()}
-    kinds = (list, dict, set)
-    containers = [(v, copy.copy(_plain(v))) for v in values.values() if isinstance(v, kinds)]
+    # TensorFlow wraps containers that it tracks.
+    values = [getattr(x, "__wrapped__", x) for owner in attributes for x in owner.values()]
+    containers = [(x, _plain(x)) for x in values if issubclass(type(x), _CONTAINERS)]
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -256,7 +260,7 @@ def _unchanged(layer: Layer) -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     """The content of a container; Keras's own track what they are given."""
-    kind = next(kind for kind in (list, dict, set) if isinstance(value, kind))
+    kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
     return kind(value)
 
 
