@@ -199,7 +199,7 @@ def _assigns(layer_class: type) -> bool:
 
 
 def _may_assign(layer: Layer, call: Method) -> bool:
-    classes = {type(each) for each in keras_hooks.layers_of(layer)}
+    classes: set[Any] = {type(each) for each in keras_hooks.layers_of(layer)}
     is_called = any(_assigns(each) for each in classes)
     return is_called or _calls_assign([getattr(call, "__func__", call)])
 
