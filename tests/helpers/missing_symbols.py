@@ -355,8 +355,11 @@ tfamp uses symbols of TensorFlow and Keras that are not public. A release may re
 them. For each the table has those of {count} calls that raise `UnsupportedVersionError` without
 it, which names the symbol, and those that work with one warning of what is lost. All other calls
 work as they do with it. A symbol that begins with a dot is an attribute of objects. Measured
-with TensorFlow {tensorflow} and Keras {keras} by `python tests/helpers/missing_symbols.py
---write docs/missing_symbols.md`.
+with TensorFlow {tensorflow} and Keras {keras}:
+
+```sh
+python tests/helpers/missing_symbols.py --write docs/missing_symbols.md
+```
 
 | without | raise | warn |
 |---|---|---|
