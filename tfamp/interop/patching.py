@@ -92,11 +92,6 @@ _PRIVATE_TENSORFLOW = (
     # NumPy's functions, which eager mode runs without an op.
     ("python_function", "ops.script_ops:py_func_common"),
     ("function_context", "eager.polymorphic_function.function_context:make_function_context"),
-    ("function_call", "eager.polymorphic_function.polymorphic_function:Function.__call__"),
-    (
-        "function_trace",
-        "eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
-    ),
     ("finished_graph", "eager.polymorphic_function.concrete_function:ConcreteFunction.__call__"),
     ("finished_graph", "saved_model.function_deserialization:_call_concrete_function"),
     ("while_loop", "ops.while_loop:while_loop"),

@@ -46,7 +46,8 @@ class LayerSettings:
     Example:
         >>> import keras, tfamp
         >>> layers = [keras.Input((3,)), keras.layers.Embedding(9, 2), keras.layers.Dense(2)]
-        >>> prepared = tfamp.prepare(keras.Sequential(layers), level="O2", dtype="bfloat16")
+        >>> model = keras.Sequential(layers, name="texts")
+        >>> prepared = tfamp.prepare(model, level="O2", dtype="bfloat16")
         >>> [layer.calls for layer in prepared.settings.layers]
         ['hidden; exact ids; exact sums', 'output; exact sums']
     """
