@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import pkgutil
 import re
 import sys
@@ -370,7 +371,11 @@ python tests/helpers/missing_symbols.py --write docs/missing_symbols.md
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--json", help="names of calls by symbol, or null for all: prints outcomes")
     arguments = parser.parse_args()
+    if arguments.json is not None:
+        print(json.dumps(list(measured(json.loads(arguments.json) or requested()))))
+        sys.exit()
     found = []
     for symbol, outcomes in measured(requested()):
         print(symbol, outcomes, flush=True)
