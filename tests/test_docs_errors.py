@@ -90,6 +90,22 @@ def test_the_words_of_a_warning_are_on_the_page():
     assert words in page_text()
 
 
+class Average(keras.layers.Layer):
+    def build(self, shape):
+        self.average = self.add_weight(shape=(2,), trainable=False, name="average")
+
+    def call(self, x):
+        self.average.assign(self.average * 0.9 + keras.ops.mean(x, 0) * 0.1)
+        return x
+
+
+def test_the_words_of_the_warning_of_state_are_on_the_page():
+    with tfamp.policy_scope("mixed_bfloat16"), pytest.warns(tfamp.TfampWarning) as caught:
+        Average(name="ema")(SINGLE)
+    text = str(caught[0].message)
+    assert text.partition("Small updates are lost there.")[0] in page_text()
+
+
 def test_every_section_of_the_page_has_a_message_and_a_remedy():
     sections = re.split(r"^### ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
     assert sections
