@@ -17,8 +17,7 @@ import tfamp
 from helpers.cases import first_of, tiers
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.assignment import managed_by
-from tfamp.layers.model_roles import graphs, places_of
+from tfamp.layers.layer_record import managed_by, places_of, record_of
 from tfamp.layers.records import copied
 
 pytestmark = pytest.mark.usefixtures("low")
@@ -526,7 +525,7 @@ def _build_and_drop():
     keras.Model(x, layers.Dense(2)(base(x)))
     keras.Sequential([keras.Input((8,)), layers.Dense(8), Block()])(X)
     assert all(managed_by(layer) for layer in made)
-    assert graphs.get(base) is not None
+    assert record_of(base).graph is not None
     return [weakref.ref(obj) for obj in (*made, base)]
 
 

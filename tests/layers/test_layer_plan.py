@@ -5,12 +5,13 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfamp
 from tfamp.interop.patching import wrapped_methods
 from tfamp.layers.layer_plan import LayerFacts, LayerPlan, plan_layer
-from tfamp.layers.model_calls import plan_of
+from tfamp.layers.model_calls import described_plan, plan_of
 
 DENSE = LayerFacts(protected=True, managed=True, low="bfloat16", float32_outputs=True)
 
@@ -97,5 +98,80 @@ def test_a_report_says_what_happens_in_the_calls_of_each_layer(low):
     model = functional(*norms)
     found = calls(tfamp.prepare(model, level="O2", dtype=low).settings)
     assert found["norm"] == f"statistics; fused kernel in {low}"
-    assert found["head"] == "output; exact sums"
+    assert found["head"] == f"output of {model.name}; exact sums"
     assert found["unit"] == "hidden; float32 inside, as it squares; exact sums"
+
+
+class OfLow(layers.Layer):
+    """Adds its weight to a tensor that its code casts to one dtype."""
+
+    def __init__(self, dtype_inside, **kwargs):
+        super().__init__(**kwargs)
+        self.dtype_inside, self.runs = dtype_inside, 0
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=shape[-1:], name="bias")
+
+    def call(self, x):
+        self.runs += 1
+        return tf.cast(x, self.dtype_inside) + tf.convert_to_tensor(self.bias)
+
+
+def test_an_output_layer_whose_code_needs_its_low_dtype_stays_low_and_says_why(low):
+    x = keras.Input((3,))
+    hidden, odd = layers.Dense(3), OfLow(low, name="odd")
+    model = keras.Model(x, odd(hidden(x)))
+    assert odd.compute_dtype == low
+    inputs = np.linspace(-1, 1, 6, dtype="float32").reshape(2, 3)
+    outputs = model(inputs)
+    assert outputs.dtype == "float32"
+    expected = inputs @ hidden.kernel.numpy() + odd.bias.numpy()
+    np.testing.assert_allclose(outputs, expected, atol=0.03)
+    np.testing.assert_allclose(tf.function(model)(inputs), outputs, atol=0.02)
+    plan = plan_of(odd)
+    assert plan.role == "hidden"
+    assert "TypeError" in plan.refusal
+    assert f"low, and cast behind it, as {plan.refusal}" in described_plan(odd)
+
+
+def test_an_error_of_users_code_that_is_not_of_the_dtype_is_raised(low):
+    class Once(OfLow):
+        def call(self, x):
+            if self.runs:
+                raise ValueError("called again")
+            return super().call(x)
+
+    x = keras.Input((3,))
+    y = Once(low)(layers.Dense(3)(x))
+    with pytest.raises(ValueError, match="called again"):
+        keras.Model(x, y)
+
+
+def test_layers_that_may_hold_networks_say_why_they_are_cast_behind(low):
+    class Holder(layers.Layer):
+        def __init__(self):
+            super().__init__(name="holder")
+            self.inner = layers.Dense(2)
+
+        def call(self, x):
+            return self.inner(x)
+
+    x = keras.Input((3,))
+    holder = Holder()
+    model = keras.Model(x, holder(x))
+    assert (holder.compute_dtype, model.output.dtype) == (low, "float32")
+    assert plan_of(holder).refusal == "it may hold a network"
+
+
+def test_a_comparison_and_the_settings_print_plans(low):
+    model = functional(layers.UnitNormalization(name="unit"))
+    x = np.linspace(0.1, 1, 24, dtype="float32").reshape(2, 4, 3)
+    comparison = tfamp.diagnostics.compare(model, x)
+    plans = {row.layer.rpartition("/")[2]: row.plan for row in comparison.rows}
+    assert plans["unit"] == "hidden; float32 inside, as it squares; exact sums"
+    assert plans["head"] == f"output of {model.name}; exact sums"
+    for text in (comparison.to_text(), comparison._repr_html_(), comparison.to_json()):
+        assert plans["unit"] in text
+    settings = tfamp.prepare(model, level="O2", dtype=low).settings
+    for text in (str(settings), settings._repr_html_()):
+        assert plans["unit"] in text

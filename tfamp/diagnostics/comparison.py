@@ -33,6 +33,7 @@ from tfamp.diagnostics.comparison_notes import (
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import policy_with
+from tfamp.layers.model_calls import described_plan
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
@@ -67,6 +68,8 @@ class ComparisonRow:
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
         calls: Number of calls; the errors are the largest of all calls.
+        plan: What the policy that made the layer does in its calls, and why, in a few words; ""
+            for nothing, or without one.
 
     Example:
         >>> row = ComparisonRow("dense", "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5)
@@ -83,6 +86,7 @@ class ComparisonRow:
     overflow: float
     underflow: float
     calls: int = 1
+    plan: str = ""
 
     @property
     def share_out_of_range(self) -> float:
@@ -135,7 +139,7 @@ class Comparison:
 
     def to_text(self) -> str:
         """Returns a table with the largest errors first, and what to keep in float32."""
-        lines = table_lines([_HEAD, *self._ordered_cells()], left=3)
+        lines = table_lines([_HEAD, *self._ordered_cells()], left=3, texts=1)
         return "\n".join([*lines, "", *self._verdict()])
 
     def _ordered_cells(self) -> list[tuple[str, ...]]:
@@ -143,7 +147,9 @@ class Comparison:
         return [_cells(row) for row in ordered]
 
     def _repr_html_(self) -> str:
-        rows = tables.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
+        rows = tables.table(
+            _HEAD, self._ordered_cells(), left=3, texts=1, rest=": to_json() has all"
+        )
         verdict = tables.lines_of(self._verdict())
         title = f"Comparison of {self.model}"
         return tables.fragment(title, verdict, rows)
@@ -180,7 +186,7 @@ class Comparison:
         return json.dumps(plain, indent=2)
 
 
-_HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
+_HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small", "plan")
 
 
 def _largest_first(row: ComparisonRow) -> tuple[float, float]:
@@ -191,7 +197,7 @@ def _cells(row: ComparisonRow) -> tuple[str, ...]:
     alone = "" if row.own_error is None else _number(row.own_error)
     shares = (f"{share:.1%}" if share else "0" for share in (row.overflow, row.underflow))
     error, largest = _number(row.relative_error), _number(row.max)
-    return (row.layer, row.kind, row.dtype, error, alone, largest, *shares)
+    return (row.layer, row.kind, row.dtype, error, alone, largest, *shares, row.plan)
 
 
 def _number(value: float) -> str:
@@ -411,6 +417,7 @@ class _Subject:
             relative_error=max(largest_error(*pair) for pair in pairs),
             own_error=observed.own_error,
             calls=len(pairs),
+            plan=described_plan(observed.layer),
             **range_shares(exact_tensors, self._dtype),
         )
 

@@ -20,9 +20,10 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
 from tfamp.layers import model_roles
+from tfamp.layers.assignment import assigned
 from tfamp.layers.layer_dtypes import policy_with
 from tfamp.layers.model_calls import casts_unprepared
-from tfamp.layers.model_roles import can_be_raised
+from tfamp.layers.model_roles import why_not_raised
 from tfamp.policy import Policy
 
 # Calls a layer, its first argument.
@@ -105,9 +106,10 @@ def policies_in(model: Layer, dtype: str | None) -> list[tuple[Layer, str]]:
 def _kept_float32(model: Layer, policy: Policy) -> set[int]:
     """Ids of the layers that a mixed policy keeps float32, their inner layers included."""
     makers = _output_layers(model) if isinstance(model, keras.Model) else []
-    kept = list(filter(can_be_raised, makers))
+    kept = [layer for layer in makers if not why_not_raised(layer)]
     for layer in layers_of(model):
-        if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
+        is_exact = assigned(type(layer), policy, "level").policy_name == "float32"
+        if is_exact or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
     return {id(below) for layer in kept for below in layers_of(layer)}
 

@@ -42,6 +42,8 @@ from tfamp.interop.patching import (
 )
 
 _POLICY = "dtype_policy"
+# The attribute in which a layer holds its policy.
+_POLICY_OF_LAYER = "_dtype_policy"
 _SEEDS = "global_seed_generator"
 _STATE = "keras.src.backend.common.global_state"
 _VARIABLES = "keras.src.backend.common.variables"
@@ -390,11 +392,11 @@ def replace_policy(layer: Layer, policy: KerasPolicy) -> Callable[[], None]:
     Returns:
         A function that restores the layer's policy.
     """
-    before = keras_symbol(layer, "_dtype_policy")
+    before = keras_symbol(layer, _POLICY_OF_LAYER)
     keras_symbol(policy, "_variable_dtype")
     policy._variable_dtype = layer.variable_dtype
-    layer._dtype_policy = policy
-    return functools.partial(setattr, layer, "_dtype_policy", before)
+    setattr(layer, _POLICY_OF_LAYER, policy)
+    return functools.partial(setattr, layer, _POLICY_OF_LAYER, before)
 
 
 def replace_losses(layer: Layer) -> Callable[[], None]:
@@ -489,8 +491,6 @@ _ANGLES = re.compile(
 )
 # Adding n low tensors one after the other is off by at most n / 2 roundings.
 _FEW_INPUTS = 8
-# The attribute in which a layer holds its policy.
-_POLICY_OF_LAYER = "_dtype_policy"
 
 
 def turns_positions(layer: Layer) -> bool:

@@ -2,8 +2,8 @@
 
 One frozen value per layer. `assigned` makes it from the layer's class and a policy; a policy
 does so when it constructs a layer, and a level for every layer of a finished model. The modules
-that change a layer's dtype store it, and settings and levels read it. A layer without one has
-the dtype that it was made with, without tfamp.
+that change a layer's dtype store it in the record of the layer, and settings and levels read it.
+A layer without one has the dtype that it was made with, without tfamp.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tfamp.core.kinds import KerasPolicy, Layer
-from tfamp.layers.layer_dtypes import float_policy
-from tfamp.layers.records import WeakMap
+from tfamp.core.kinds import KerasPolicy
+from tfamp.layers.layer_plan import Role
 from tfamp.policy import Policy, prepares_data
 
 Decider: TypeAlias = Literal["policy", "level", "user"]
-# "hidden" layers compute in the policy's dtype. "output" layers are raised to float32 while
-# they make an output of a model. "statistics" is a BatchNormalization, whose statistics are
-# float32 and whose output has the dtype of its input. "exact" layers are float32 with all that
-# is in them, as their class is, and "data" layers as they prepare data.
-Role: TypeAlias = Literal["hidden", "output", "statistics", "exact", "data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +38,7 @@ class Assignment:
         role: The layer's role.
         policy: The mixed policy that manages the layer (see `layers.model_roles`), or None.
         before: What a level restores when it is taken back; None without a level.
+        refusal: Why it stays low where it makes an output of a model; "" if it does not.
     """
 
     policy_name: str
@@ -51,9 +46,7 @@ class Assignment:
     role: Role = "hidden"
     policy: Policy | None = None
     before: Before | None = None
-
-
-assignments: WeakMap[Assignment] = WeakMap()
+    refusal: str = ""
 
 
 def assigned(
@@ -98,42 +91,3 @@ def assigned_to_copy(
         return None
     by = "user" if is_by_user else copied.by
     return dataclasses.replace(copied, by=by, before=before or copied.before)
-
-
-def managed_by(layer: Layer) -> Policy | None:
-    """Returns the mixed policy that manages a layer, None for other layers."""
-    assignment = assignments.get(layer)
-    return None if assignment is None else assignment.policy
-
-
-def set_by_hand(layer: Layer) -> bool:
-    """Whether a user set a layer's dtype, by `tfamp.set_layer_dtype` or since a level."""
-    assignment = assignments.get(layer)
-    return assignment is not None and assignment.by == "user"
-
-
-def before_level(layer: Layer) -> Before | None:
-    """Returns what a layer had before the level that it is at; None without a level."""
-    assignment = assignments.get(layer)
-    return None if assignment is None else assignment.before
-
-
-def decider_of(layer: Layer, default: str) -> Decider:
-    """Returns who decided the dtype that a layer has now.
-
-    A layer without an assignment was made without tfamp or read from a file, which does not say
-    whether its dtype was chosen: a user chose it if it is not that of the model's other layers.
-
-    Args:
-        layer: A layer that computes something itself.
-        default: Name of the float policy of most layers of its model.
-    """
-    assignment = assignments.get(layer)
-    name_now = float_policy(layer)
-    if assignment is not None:
-        return assignment.by if name_now == assignment.policy_name else "user"
-    usual_names = {default}
-    if default.startswith("mixed_") and Policy(default).keeps_float32(type(layer)):
-        # A BatchNormalization, in a model made under a policy of tfamp's.
-        usual_names.add("float32")
-    return "policy" if name_now in usual_names else "user"

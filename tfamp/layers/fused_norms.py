@@ -25,8 +25,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.kinds import Layer, Method, Tensor, Variable
 from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
-from tfamp.interop.patching import wrap_method
-from tfamp.layers.assignment import assignments
+from tfamp.layers.layer_record import assignment_of
 
 # Methods that a subclass may override without changing the arithmetic.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
@@ -51,7 +50,7 @@ def can_fuse(layer_class: type) -> bool:
 
 def _output_dtype(layer: Layer, low: str, inputs: Tensor) -> str:
     """Dtype of the output, also without the kernel: symbolic tensors have it."""
-    assignment = assignments.get(layer)
+    assignment = assignment_of(layer)
     raised = assignment is not None and assignment.role == "output"
     if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
         return low
@@ -87,21 +86,15 @@ def compute_output_spec(
 def get_build_config(
     layer: Layer, low: str, original: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """Notes in a file that a layer used the kernel, for `on_load`."""
-    config, assignment = original(), assignments.get(layer)
+    """Notes in a file that a layer used the kernel; `was_fused` reads it."""
+    config, assignment = original(), assignment_of(layer)
     is_fused = assignment is not None and assignment.role == "statistics"
     return {**config, _FUSED: low} if config and is_fused else config
 
 
-def on_load(layer: Layer, low: str, manage: Callable[[], None]) -> None:
-    """Calls `manage` when a layer is loaded from a file in which it used the kernel for `low`."""
-
-    def build_from_config(original: Method, config: dict[str, Any]) -> None:
-        if config.get(_FUSED) == low:
-            manage()
-        original(config)
-
-    wrap_method(layer, "build_from_config", build_from_config)
+def was_fused(config: dict[str, Any], low: str) -> bool:
+    """Whether a layer whose build configuration it is used the kernel for a low dtype."""
+    return bool(config.get(_FUSED) == low)
 
 
 def fits(layer: Layer, inputs: Tensor, dtype: str, training: bool | None) -> bool:

@@ -8,10 +8,17 @@ carries plans out, and reports print them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-# The roles of `assignment.Role`, and "" for a layer whose dtype no policy manages.
+from tfamp.policy import Policy
+
+# "hidden" layers compute in the policy's dtype. "output" layers are raised to float32 while
+# they make an output of a model. "statistics" is a BatchNormalization, whose statistics are
+# float32 and whose output has the dtype of its input. "exact" layers are float32 with all that
+# is in them, as their class is, and "data" layers as they prepare data. "" is the role of a layer
+# whose dtype no policy manages.
 Role: TypeAlias = Literal["", "hidden", "output", "statistics", "exact", "data"]
 # A "model" has a class with code that calls its layers.
 Kind: TypeAlias = Literal["layer", "functional", "sequential", "model"]
@@ -52,6 +59,8 @@ class LayerFacts:
         low: The compute dtype of that policy.
         policy_name: The name of that policy.
         can_fuse: Whether its class has a fused kernel.
+        uncast: Whether Keras must not cast its inputs, as the fused kernel takes low ones.
+        loads_under: The policy that manages it once a file says that it used the fused kernel.
     """
 
     kind: Kind = "layer"
@@ -75,6 +84,8 @@ class LayerFacts:
     low: str = ""
     policy_name: str = ""
     can_fuse: bool = False
+    uncast: bool = False
+    loads_under: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,10 @@ class LayerPlan:
 
     Attributes:
         role: Its role, "" without one.
+        policy: Name of the float policy that its role gives it; "" where it has its own.
+        refusal: Why it stays low though it makes an output of a model; "" if it does not.
         inputs: How it takes its inputs.
+        autocast: Whether Keras casts its inputs.
         float32_inside: Why it computes in float32 between low inputs and outputs; "" if not.
         turns_positions: Whether it computes angles in float32, by a view of itself.
         guarded: Whether kernels that add up in its low dtype are avoided.
@@ -94,10 +108,14 @@ class LayerPlan:
         float32_features: Whether an InputLayer that it makes takes float32 features.
         fused: The low dtype of the fused kernel; "" without it.
         outputs: What becomes of its outputs.
+        loads_under: The policy that manages it once a file says that it used the fused kernel.
     """
 
     role: Role = ""
+    policy: str = ""
+    refusal: str = ""
     inputs: Inputs = "cast"
+    autocast: bool = True
     float32_inside: str = ""
     turns_positions: bool = False
     guarded: bool = False
@@ -108,9 +126,12 @@ class LayerPlan:
     float32_features: bool = False
     fused: str = ""
     outputs: Outputs = "own"
+    loads_under: Policy | None = None
 
-    def to_text(self) -> str:
+    def to_text(self, output_of: Sequence[str] = ()) -> str:
         """Returns the differences from a layer of Keras's in words; "" for none.
+
+        `output_of` are names of the models that it makes outputs of.
 
         Example:
             >>> facts = LayerFacts(takes_ids=True, protected=True, adds_losses=False)
@@ -129,7 +150,8 @@ class LayerPlan:
             "part or outermost": "float32 unless it is a part of another layer",
         }
         said = {
-            self.role: bool(self.role),
+            self._role_in(output_of): bool(self.role),
+            f"low, and cast behind it, as {self.refusal}": bool(self.refusal),
             inputs.get(self.inputs, ""): self.inputs in inputs,
             f"float32 inside, as it {self.float32_inside}": bool(self.float32_inside),
             "float32 angles": self.turns_positions,
@@ -140,10 +162,36 @@ class LayerPlan:
         }
         return "; ".join(text for text, holds in said.items() if holds)
 
+    def _role_in(self, models: Sequence[str]) -> str:
+        makes_outputs = self.role == "output" and models
+        return f"output of {' and '.join(models)}" if makes_outputs else self.role
 
-@functools.lru_cache(maxsize=1024)
-def plan_layer(facts: LayerFacts, role: Role) -> LayerPlan:
+
+def role_in_models(
+    usual: Role, *, makes_outputs: bool, is_interior: bool, float32_outputs: bool
+) -> Role:
+    """Returns the role of a managed layer, from its places in models.
+
+    Args:
+        usual: Its role outside of models' outputs.
+        makes_outputs: Whether a model has it as an output layer.
+        is_interior: Whether a model has it as another layer. Raising it would slow that down:
+            the first gets a cast.
+        float32_outputs: Whether its policy makes models return float32.
+
+    Example:
+        >>> places = dict(makes_outputs=True, float32_outputs=True)
+        >>> [role_in_models("hidden", is_interior=inner, **places) for inner in (False, True)]
+        ['output', 'hidden']
+    """
+    return "output" if makes_outputs and not is_interior and float32_outputs else usual
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
     """Returns the plan of a layer with a role in models.
+
+    `refusal` is why it stays low though it makes an output of a model.
 
     Example:
         >>> facts = LayerFacts("model", managed=True, float32_outputs=True, low="bfloat16")
@@ -154,9 +202,14 @@ def plan_layer(facts: LayerFacts, role: Role) -> LayerPlan:
     angles = protected and facts.turns_positions
     inside = facts.float32_inside if protected else ""
     fused = facts.low if facts.managed and facts.can_fuse else ""
+    inputs = _inputs(facts, inside, angles)
+    low_role = role in ("", "hidden")
     return LayerPlan(
         role=role,
-        inputs=_inputs(facts, inside, angles),
+        policy=(facts.policy_name if low_role else "float32") if facts.managed else "",
+        refusal=refusal,
+        inputs=inputs,
+        autocast=not (facts.uncast or inputs in ("uncast", "lowered")),
         float32_inside=inside,
         turns_positions=angles,
         guarded=(protected or facts.guarded) and facts.adds_up and not facts.turns_positions,
@@ -167,6 +220,7 @@ def plan_layer(facts: LayerFacts, role: Role) -> LayerPlan:
         float32_features=protected and facts.kind == "sequential",
         fused=fused,
         outputs=_outputs(facts, fused),
+        loads_under=facts.loads_under,
     )
 
 

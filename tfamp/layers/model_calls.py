@@ -12,8 +12,8 @@ The wrapper of a method reads the plan at each call and runs the steps that it n
 of `_STEPS`. Besides `call` and `compute_output_spec` these are wrapped, as Keras leaves no other
 way: `quantized_call`, which Keras calls instead of `call`; `add_loss`, which gets the losses; the
 first method of a call, where a layer's sublayers are known; `build` and `pop` of what makes
-layers; `get_config` and `get_build_config`, for files; `symbolic_call` and `export` of models;
-`_run_through_graph` of Functionals.
+layers; `get_config`, `get_build_config` and `build_from_config`, for files; `symbolic_call` and
+`export` of models; `_run_through_graph` of Functionals.
 """
 
 from __future__ import annotations
@@ -34,18 +34,10 @@ from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, 
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
-from tfamp.layers.assignment import (
-    Assignment,
-    Before,
-    Decider,
-    assigned,
-    assignments,
-    managed_by,
-)
+from tfamp.layers.assignment import Assignment, Before, Decider, assigned
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.layer_plan import Kind, LayerFacts, LayerPlan, plan_layer
-from tfamp.layers.model_roles import graph_of
-from tfamp.layers.records import WeakMap
+from tfamp.layers.layer_record import graph_of, managed_by, note, record_of
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
 from tfamp.policy import Policy, prepares_data
 
@@ -135,16 +127,23 @@ def _running_in(running: list[Layer], layer: Layer) -> Iterator[None]:
 
 # ---- Plans -----------------------------------------------------------------------------------
 
-_facts: WeakMap[LayerFacts] = WeakMap()
-
 
 def plan_of(layer: Layer) -> LayerPlan | None:
     """Returns the plan of a layer now; None for one that tfamp leaves to Keras."""
-    facts = _facts.get(layer)
-    if facts is None:
+    record = record_of(layer)
+    if record.facts is None:
         return None
-    assignment = assignments.get(layer)
-    return plan_layer(facts, "" if assignment is None else assignment.role)
+    assignment = record.assignment
+    if assignment is None:
+        return plan_layer(record.facts, "")
+    return plan_layer(record.facts, assignment.role, assignment.refusal)
+
+
+def described_plan(layer: Layer) -> str:
+    """Returns the plan of a layer now in words; "" for one that tfamp leaves to Keras."""
+    plan, places = plan_of(layer), record_of(layer).places
+    models = [] if places is None else [model.name for model in places.output_of]
+    return "" if plan is None else plan.to_text(sorted(set(models)))
 
 
 def _facts_of(layer: Layer) -> LayerFacts:
@@ -190,7 +189,8 @@ def _rule_of(layer: Layer) -> tuple[type[Layer], _Rule] | None:
 
 def _ask(layer: Layer, **changes: Any) -> None:
     """Changes the facts of a layer, and wraps the methods that its plan then needs."""
-    _facts.set(layer, dataclasses.replace(_facts.get(layer) or _facts_of(layer), **changes))
+    facts = record_of(layer).facts or _facts_of(layer)
+    note(layer, facts=dataclasses.replace(facts, **changes))
     plan = plan_of(layer)
     if plan is None:
         return
@@ -198,7 +198,8 @@ def _ask(layer: Layer, **changes: Any) -> None:
         method = keras_hooks.first_method_of_call(layer) if name == _FIRST else name
         if _steps(plan, name) and not is_wrapped_by(layer, method, _interpreted):
             wrap_method(layer, method, functools.partial(_interpreted, layer, name))
-    if plan.inputs in ("uncast", "lowered"):
+    if not plan.autocast and record_of(layer).autocast is None:
+        note(layer, autocast=layer.autocast)
         layer.autocast = False
 
 
@@ -365,7 +366,7 @@ def _begin(layer: Layer, original: Callable[[], None]) -> None:
 
 
 def _look_inside(layer: Layer) -> None:
-    facts = _facts.get(layer)
+    facts = record_of(layer).facts
     if facts is None or not facts.holds_layers or facts.holds:
         return
     if casts_unprepared(layer):
@@ -417,10 +418,9 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
     if assignment.before is not None or assignment.policy is not None:
         model_roles.assign(layer, assignment)
     can_fuse = fused_norms.can_fuse(type(layer))
-    if can_fuse and layer.compute_dtype == "float32":
-        layer.autocast = False  # Keras would cast the input before the layer sees it.
     _ask(
         layer,
+        uncast=can_fuse and layer.compute_dtype == "float32",
         # Its own graph, once it is known, manages a Functional.
         managed=not isinstance(layer, keras_hooks.functional_class()),
         stays=assignment.policy_name == "float32" and not can_fuse,
@@ -430,20 +430,24 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
     )
 
 
+def manage_once_loaded(layer: Layer, policy: Policy) -> None:
+    """Manages a layer of a dtype of its own if a file says that it used the fused kernel."""
+    if fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer)):
+        _ask(layer, loads_under=policy)
+
+
 def release(layer: Layer, before: Before | None) -> None:
     """Undoes `manage` and `protect_values`: methods and casts are Keras's again.
 
     With `before`, the layer also gets the policy back that it had before a level.
     """
-    plan = plan_of(layer)
     unwrap_methods(layer)
-    _facts.set(layer, None)
-    is_norm = isinstance(layer, keras.layers.BatchNormalization)  # takes its inputs uncast
+    autocast = record_of(layer).autocast if before is None else before.autocast
+    note(layer, facts=None, autocast=None)
+    if autocast is not None:
+        layer.autocast = autocast
     if before is not None:
-        layer.autocast = before.autocast
         layer_dtypes.give_policy(layer, before.policy)
-    elif is_norm or (plan is not None and plan.inputs in ("uncast", "lowered")):
-        layer.autocast = True
 
 
 # ---- Steps of models -------------------------------------------------------------------------
@@ -636,7 +640,7 @@ def _run_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: Any) -
 
     It gets them after its base constructor has run; Keras's wrappers take theirs as arguments.
     """
-    facts = _facts.get(layer)
+    facts = record_of(layer).facts
     _set_sublayers_float32(layer, None if facts is None else facts.policy_name)
     with _running_in(_running.float32, layer):
         return original(*args, **kwargs)
@@ -662,10 +666,19 @@ def _fused(step: Callable[..., Any]) -> _Step:
     """A step of `fused_norms`, with the low dtype of the policy that manages the layer."""
 
     def run(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Any:
-        facts = _facts.get(layer)
-        return step(layer, "" if facts is None else facts.low, original, *args, **kwargs)
+        plan = plan_of(layer)
+        return step(layer, "" if plan is None else plan.fused, original, *args, **kwargs)
 
     return run
+
+
+def _load(layer: Layer, original: Method, config: dict[str, Any]) -> None:
+    """Builds a layer as a file says, by the fused kernel if it used that when it was saved."""
+    facts = record_of(layer).facts
+    policy = None if facts is None else facts.loads_under
+    if policy is not None and fused_norms.was_fused(config, policy.compute_dtype):
+        manage(layer, policy, assignment_under(layer, policy, "policy"))
+    original(config)
 
 
 # ---- The order of steps ----------------------------------------------------------------------
@@ -701,6 +714,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
         (_run_in_float32, lambda plan: bool(plan.float32_sublayers)),
         (_build_graph, lambda plan: plan.outputs == "part or outermost"),
     ),
+    "build_from_config": ((_load, lambda plan: plan.loads_under is not None),),
     "pop": ((_pop, lambda plan: plan.outputs == "part or outermost"),),
     "get_config": ((_get_config, lambda plan: plan.outputs == "part or outermost"),),
     "get_build_config": ((_fused(fused_norms.get_build_config), lambda plan: bool(plan.fused)),),

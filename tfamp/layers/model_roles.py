@@ -26,18 +26,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import keras
-import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.kinds import Functional, Layer, Model, Operation, Tensor
+from tfamp.core.kinds import Functional, KerasNode, Layer, Model, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import wrap_method
-from tfamp.layers.assignment import Assignment, assigned, assignments, managed_by
+from tfamp.layers.assignment import Assignment, assigned
 from tfamp.layers.layer_dtypes import (
     float_policy,
     give_policy,
@@ -45,88 +42,36 @@ from tfamp.layers.layer_dtypes import (
     is_built_in,
     policy_with,
 )
-from tfamp.layers.records import WeakMap
-from tfamp.layers.symbolic_dtypes import copy_dtypes, respecify, specs_now
+from tfamp.layers.layer_plan import role_in_models
+from tfamp.layers.layer_record import (
+    ModelGraph,
+    Places,
+    assignment_of,
+    graph_of,
+    managed_by,
+    note,
+    places_of,
+    record_of,
+)
+from tfamp.layers.symbolic_dtypes import FAILURES, copy_dtypes, respecify, specs_now
 
-# An ordered set of models; they may be deleted before the layers that it belongs to.
-Models: TypeAlias = weakref.WeakKeyDictionary[Functional, None]
 # Models are built by many threads, and a layer may be part of models of several.
 _lock = threading.RLock()
 
 
-@dataclass(eq=False)
-class Places:
-    """The Functionals that a managed layer is part of.
-
-    Attributes:
-        output_of: Functionals it is an output layer of.
-        interior_of: Functionals it is an interior layer of.
-        raised: The layer and its sublayers with the same policy, while they are raised.
-    """
-
-    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
-    interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
-    raised: list[Layer] = field(default_factory=list)
-
-
-_places: WeakMap[Places] = WeakMap()
-
-
-def places_of(layer: Layer) -> Places:
-    """The places of a managed layer in models."""
-    places = _places.get(layer)
-    if places is None:
-        places = Places()
-        _places.set(layer, places)
-    return places
-
-
 def assign(layer: Layer, assignment: Assignment | None) -> None:
     """Gives a layer an assignment, or none, and with it no place in a model yet."""
-    assignments.set(layer, assignment)
-    _places.set(layer, None)
+    note(layer, assignment=assignment, places=None)
 
 
 def leave_to_holder(layer: Layer) -> None:
     """Ends the managing of a layer that is float32 as a part of another layer."""
-    assignment = assignments.get(layer)
+    assignment = assignment_of(layer)
     if assignment is None or assignment.before is None:
         assign(layer, None)
         return
     exact = dataclasses.replace(assignment, policy_name="float32", role="exact", policy=None)
     assign(layer, exact)
-
-
-@dataclass(eq=False)
-class ModelGraph:
-    """A Functional with managed layers, and its roles.
-
-    Attributes:
-        functional: The Functional.
-        owner: The Sequential that it is inside of, if any.
-        output_of: Functionals in which this model makes an output.
-        nested: Whether it is part of another model, so that its outputs are low.
-        casts: Indexes of its outputs that an appended cast makes.
-        inner: `id`s of layers and ops whose low outputs such a cast and others consume.
-    """
-
-    functional: Functional
-    owner: Callable[[], Model | None] = lambda: None
-    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
-    nested: bool = False
-    casts: set[int] = field(default_factory=set)
-    inner: set[int] = field(default_factory=set)
-
-
-graphs: WeakMap[ModelGraph] = WeakMap()
-# The last Functional that a Sequential has built.
-_insides: WeakMap[weakref.ref[Functional]] = WeakMap()
-
-
-def graph_of(layer: Layer) -> ModelGraph | None:
-    """The record of a Functional, or of the one inside a built Sequential."""
-    is_sequential = isinstance(layer, keras.Sequential)
-    return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
 
 
 def settle(functional: Functional, owner: Model | None = None) -> bool:
@@ -136,15 +81,15 @@ def settle(functional: Functional, owner: Model | None = None) -> bool:
     """
     layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
     with _lock:
-        graph = graphs.get(functional)
+        graph = record_of(functional).graph
         is_new = graph is None and any(managed_by(op) or graph_of(op) for op in layers)
         if is_new:
             graph = ModelGraph(functional)
-            graphs.set(functional, graph)
+            note(functional, graph=graph)
             _give_roles(graph, layers)
         if graph is not None and owner is not None:
             graph.owner = weakref.ref(owner)
-            _insides.set(owner, weakref.ref(functional))
+            note(owner, inside=weakref.ref(functional))
     return is_new
 
 
@@ -163,13 +108,13 @@ def forget_dropped(sequential: Model) -> None:
 
     A layer that stops being an output layer gets its policy back.
     """
-    last = _insides.get(sequential)
+    last = record_of(sequential).inside
     functional = None if last is None else last()
     if functional is None or functional is keras_hooks.functional_of(sequential):
         return
-    _insides.set(sequential, None)
+    note(sequential, inside=None)
     with _lock:
-        graphs.set(functional, None)
+        note(functional, graph=None)
         for layer in functional.operations:
             graph = graph_of(layer)
             if graph is not None:
@@ -202,7 +147,7 @@ def wants_float32(layer: Layer) -> bool:
     graph = graph_of(layer)
     if graph is not None:
         return any(map(wants_float32, _output_makers(graph)))
-    assignment = assignments.get(layer)
+    assignment = assignment_of(layer)
     if assignment is None or assignment.policy is None or not assignment.policy.float32_outputs:
         return False
     return float_policy(layer) == assignment.policy_name
@@ -214,11 +159,11 @@ def dissolve(functional: Functional) -> None:
     Its layers keep their dtypes.
     """
     with _lock:
-        graph = graphs.get(functional)
+        graph = record_of(functional).graph
         if graph is not None:
             if graph.casts:
                 keras_hooks.set_outputs(functional, _uncast_outputs(graph))
-            graphs.set(functional, None)
+            note(functional, graph=None)
 
 
 def models_below_become_parts(layer: Layer) -> None:
@@ -274,65 +219,82 @@ def _place(layer: Layer, functional: Functional, *, makes_output: bool) -> None:
 
 
 def _follow_places(layer: Layer) -> None:
-    """Gives a managed layer the dtype that its places demand.
+    """Gives a managed layer the role that its places demand, and the dtype of it.
 
     A layer quantized to int8 meanwhile stays float32 if its policy is float16.
     """
-    places, assignment = places_of(layer), assignments.get(layer)
-    if assignment is None or float_policy(layer) != assignment.policy_name:
+    places, assignment = places_of(layer), assignment_of(layer)
+    if assignment is None or assignment.policy is None:
+        return
+    if float_policy(layer) != assignment.policy_name:
         return  # a user has set its dtype since
-    # Raising an interior layer would slow down the other model: this one gets a cast.
-    makes_only_outputs = bool(places.output_of) and not places.interior_of
-    if bool(places.raised) == makes_only_outputs:
+    usual = assigned(type(layer), assignment.policy, assignment.by, fused=True)
+    role = role_in_models(
+        usual.role,
+        makes_outputs=bool(places.output_of),
+        is_interior=bool(places.interior_of),
+        float32_outputs=assignment.policy.float32_outputs,
+    )
+    if (role == "output") == bool(places.raised):
         return
-    if not makes_only_outputs:
-        _lower(layer)
-        _retype(layer)
-    elif wants_float32(layer) and can_be_raised(layer):
-        _raise(layer)
+    if role == "output":
+        refusal = why_not_raised(layer) or _raise(layer, assignment)
+        now = dataclasses.replace(assignment_of(layer) or assignment, refusal=refusal)
+        note(layer, assignment=now)
     else:
-        return
+        _lower(layer, usual)
+        _retype(layer)
     _settle_models(places)
 
 
-def can_be_raised(layer: Layer) -> bool:
-    """Whether float32 for a layer and its sublayers changes only its arithmetic.
+def why_not_raised(layer: Layer) -> str:
+    """Why float32 would change more of a layer than its arithmetic; "" if it would not.
 
     A user's layer with sublayers may hold a whole network, like a model.
     """
-    if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
-        return False
+    if isinstance(layer, keras.Model):
+        return "it is a model"
+    if policy_with(layer, "float32") is None:
+        return "it has no float32 counterpart"
     inner = keras_hooks.sublayers(layer)
-    return not inner or (is_built_in(layer) and all(can_be_raised(sub) for sub in inner))
+    if inner and not is_built_in(layer):
+        return "it may hold a network"
+    return next(filter(None, map(why_not_raised, inner)), "")
 
 
-def _raise(layer: Layer) -> None:
-    """Sets float32 on a layer and its sublayers; their variables are float32 already."""
-    assignment, places = assignments.get(layer), places_of(layer)
-    if assignment is None:
-        return
+def _raise(layer: Layer, assignment: Assignment) -> str:
+    """Sets float32 on a layer and its sublayers; their variables are float32 already.
+
+    A user's code may need the low dtype. Then nothing changes, and the reason is returned.
+    """
+    places = places_of(layer)
     places.raised = list(_carrying(layer, assignment.policy_name))
     for part in places.raised:
         give_policy(part, "float32")
     raised = dataclasses.replace(assignment, policy_name="float32", role="output")
-    assignments.set(layer, raised)
+    note(layer, assignment=raised)
     try:
-        _retype(layer)
-    except (TypeError, ValueError, tf.errors.OpError):
-        # The user's code needs the low dtype.
-        _lower(layer)
+        specs = _specs(layer)
+    except FAILURES as error:
+        _lower(layer, assignment)
+        # What fails in the low dtype too is an error of its own, and raised here.
+        _specs(layer)
+        # Keras introduces errors of users' code by a line of its own.
+        lines = filter(None, map(str.strip, str(error).splitlines()))
+        message = next((line for line in lines if not line.endswith(":")), "")
+        return f"its code fails in float32 ({type(error).__name__}: {message})"
+    _take_over(specs, layer)
+    return ""
 
 
-def _lower(layer: Layer) -> None:
+def _lower(layer: Layer, usual: Assignment) -> None:
     """Gives a raised layer and its sublayers the policy back that they had before."""
-    raised, places = assignments.get(layer), places_of(layer)
-    if raised is None or raised.policy is None:
-        return
-    assignment = assigned(type(layer), raised.policy, raised.by, fused=True)
+    places, raised = places_of(layer), assignment_of(layer) or usual
     for part in places.raised:
-        give_policy(part, assignment.policy_name)
+        give_policy(part, usual.policy_name)
     places.raised = []
-    assignments.set(layer, dataclasses.replace(assignment, before=raised.before))
+    lowered = dataclasses.replace(raised, policy_name=usual.policy_name, role=usual.role)
+    note(layer, assignment=lowered)
 
 
 def _carrying(layer: Layer, policy_name: str) -> Iterator[Layer]:
@@ -421,10 +383,17 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def _retype(layer: Layer) -> None:
     """Corrects the dtypes of a layer's symbolic outputs, in every model it is part of."""
-    nodes = keras_hooks.inbound_nodes(layer)
-    # All specs before any change: a user's code may fail in the new dtype.
-    for specs, node in [(specs_now(node), node) for node in nodes]:
-        copy_dtypes(specs, node.outputs)
+    _take_over(_specs(layer), layer)
+
+
+def _specs(layer: Layer) -> list[tuple[list[Tensor], KerasNode]]:
+    """The specs of a layer's outputs as they would be now, with the calls that they are of."""
+    return [(specs_now(node), node) for node in keras_hooks.inbound_nodes(layer)]
+
+
+def _take_over(specs: list[tuple[list[Tensor], KerasNode]], layer: Layer) -> None:
+    for outputs, node in specs:
+        copy_dtypes(outputs, node.outputs)
     retype_followers(layer)
 
 
@@ -456,7 +425,7 @@ def follows_input(layer: Layer) -> bool:
 
 def _settle_models(places: Places | ModelGraph) -> None:
     """Settles the outputs of the models in which a layer or model makes one."""
-    for graph in map(graphs.get, list(places.output_of)):
+    for graph in map(graph_of, list(places.output_of)):
         if graph is not None:
             _settle_outputs(graph)
 

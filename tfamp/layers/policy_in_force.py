@@ -9,7 +9,6 @@ all Keras does.
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
@@ -26,9 +25,8 @@ from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
-from tfamp.layers import fused_norms, model_calls
-from tfamp.layers.assignment import assignments
-from tfamp.layers.records import WeakMap
+from tfamp.layers import model_calls
+from tfamp.layers.layer_record import assignment_of, note, record_of
 from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy
 from tfamp.training import underflow
@@ -288,15 +286,11 @@ def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> No
     original(layer, *args, **kwargs)
     if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)
-        manage = functools.partial(_manage, layer, policy)
         if dtype is None:
-            manage()
-        elif fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer)):
-            fused_norms.on_load(layer, policy.compute_dtype, manage)
-
-
-def _manage(layer: Layer, policy: Policy) -> None:
-    model_calls.manage(layer, policy, model_calls.assignment_under(layer, policy, "policy"))
+            assignment = model_calls.assignment_under(layer, policy, "policy")
+            model_calls.manage(layer, policy, assignment)
+        else:
+            model_calls.manage_once_loaded(layer, policy)
 
 
 def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: Any) -> None:
@@ -307,12 +301,12 @@ def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: 
 def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
     """Calls `fit`; warns once of a model that was built before the policy was set."""
     level = _level_in_force()
-    if level is not None and level.policy.is_mixed and not _warned_of.get(model):
+    if level is not None and level.policy.is_mixed and not record_of(model).warned:
         layers = keras_hooks.layers_of(model)
-        is_touched = any(wrapped_methods(layer) or assignments.get(layer) for layer in layers)
+        is_touched = any(wrapped_methods(layer) or assignment_of(layer) for layer in layers)
         is_low = any(layer.compute_dtype in LOW_PRECISION for layer in layers)
         if model.built and not is_touched and not is_low:
-            _warned_of.set(model, True)
+            note(model, warned=True)
             warnings.warn(
                 f"{model.name} was built before the policy {level.policy.name!r} was set, so it "
                 "trains in float32: a policy is for layers that are made later. Set the policy "
@@ -323,7 +317,6 @@ def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
     return original(model, *args, **kwargs)
 
 
-_warned_of: WeakMap[bool] = WeakMap()
 policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
 constructors = Patch(
     optional={"fit": "a model that was built before its policy was set trains in silence."},

@@ -6,6 +6,7 @@ So a record lives as long as its object, and Keras neither tracks nor saves it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import weakref
 from typing import Any, Generic, TypeVar
@@ -52,9 +53,11 @@ def restore(key: Any, record: dict[int, Any]) -> None:
 
 
 def copied(record: _Value) -> _Value:
-    """Copies a record and its containers, but not their elements."""
+    """Copies a record, the records in it and their containers, but not the elements of these."""
     result = copy.copy(record)
     for name, value in getattr(record, "__dict__", {}).items():
         if isinstance(value, list | set | weakref.WeakKeyDictionary):
-            setattr(result, name, copy.copy(value))
+            object.__setattr__(result, name, copy.copy(value))
+        elif dataclasses.is_dataclass(value):
+            object.__setattr__(result, name, copied(value))
     return result

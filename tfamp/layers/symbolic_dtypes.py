@@ -23,7 +23,7 @@ from tfamp.interop import keras_hooks
 # need as many passes. The bound is a choice: more passes mean that the dtypes never settle.
 _MOST_PASSES = 20
 # Errors of users' code and of ops that do not take the new dtype.
-_FAILURES = (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError)
+FAILURES = (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError)
 
 
 class _Computing(threading.local):
@@ -72,7 +72,7 @@ def correct(functional: Functional) -> None:
 def _corrected(node: KerasNode) -> bool:
     try:
         return respecify(node)
-    except _FAILURES as error:
+    except FAILURES as error:
         operation = node.operation
         dtype = getattr(operation, "compute_dtype", "low precision")
         raise ValueError(

@@ -13,7 +13,7 @@ from tfamp.core.kinds import Layer
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
-from tfamp.layers.assignment import before_level, managed_by
+from tfamp.layers.layer_record import before_level, managed_by
 from tfamp.levels.level_assignments import by_hand, note_state
 from tfamp.levels.model_structure import (
     computing_layers_of,

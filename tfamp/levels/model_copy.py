@@ -22,7 +22,7 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here, wrap_method
 from tfamp.layers import model_roles
-from tfamp.layers.layer_dtypes import float_policy, is_plain
+from tfamp.layers.layer_dtypes import float_policy, give_policy, is_plain
 from tfamp.layers.policy_in_force import policy_scope
 from tfamp.levels.model_structure import path_of
 from tfamp.policy import prepares_data
@@ -216,7 +216,7 @@ def _set_late_policies(model: Model, new_model: Model) -> None:
                 "Give its class get_config and from_config, give the layer its dtype there, or "
                 "take level 'O2' without master_weights, which needs no new weights."
             )
-        new.dtype_policy = policy_name
+        give_policy(new, policy_name)
 
 
 def _build_like(model: Model, new_model: Model) -> None:

@@ -15,9 +15,10 @@ from tfamp.core.kinds import Layer, Model
 from tfamp.core.loss_scale import FixedLossScale, LossScale
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.layers.assignment import Assignment, assignments
+from tfamp.layers.assignment import Assignment
 from tfamp.layers.layer_dtypes import quantization_of
-from tfamp.layers.model_calls import plan_of
+from tfamp.layers.layer_record import assignment_of
+from tfamp.layers.model_calls import described_plan
 from tfamp.levels.effective_level import EffectiveLevel
 from tfamp.levels.model_structure import computing_layers_of, path_of
 from tfamp.levels.precision_config import LEVELS
@@ -26,7 +27,7 @@ from tfamp.policy import prepares_data
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
-_HEAD = ("layer", "class", "compute", "variables", "why")
+_HEAD = ("layer", "class", "compute", "variables", "why", "plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class PrecisionSettings:
             if layer.quantization is not None:
                 why += f"; quantized to {layer.quantization}"
             dtypes = (layer.compute_dtype, layer.variable_dtype)
-            rows.append((layer.path, layer.kind, *dtypes, why))
+            rows.append((layer.path, layer.kind, *dtypes, why, layer.calls))
         return rows
 
 
@@ -229,14 +230,13 @@ def _row(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> LayerSett
     why = _why(layer, level, is_kept)
     if why == "op lists" and level is not None:
         compute = f"{level.dtype} by op"
-    plan = plan_of(layer)
-    calls = "" if plan is None else plan.to_text()
+    calls = described_plan(layer)
     return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode, calls)
 
 
 def _why(layer: Layer, level: EffectiveLevel | None, is_kept: bool) -> str:
     """Returns the first reason for a layer's dtype that holds, at a level or without one."""
-    assignment = assignments.get(layer) or Assignment(layer.dtype_policy.name, "policy")
+    assignment = assignment_of(layer) or Assignment(layer.dtype_policy.name, "policy")
     is_moved = assignment.before is not None
     name = None if level is None else level.level
     is_float32 = layer.compute_dtype == "float32"

@@ -29,7 +29,8 @@ from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, model_roles
-from tfamp.layers.assignment import Assignment, Before, assigned_to_copy, assignments
+from tfamp.layers.assignment import Assignment, Before, assigned_to_copy
+from tfamp.layers.layer_record import assignment_of, note
 from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
 from tfamp.layers.records import WeakMap
 from tfamp.levels import level_assignments, model_structure, prepared_optimizer
@@ -457,13 +458,13 @@ def _assign_as(old: Layer, new: Layer, before: Before | None) -> None:
     """
     if isinstance(new, keras.layers.InputLayer):
         return
-    source = assignments.get(old)
+    source = assignment_of(old)
     policy_name = layer_dtypes.float_policy(new) or new.dtype_policy.name
     role = "hidden" if source is None else source.role
-    copied = assignments.get(new) or Assignment(policy_name, "level", role)
+    copied = assignment_of(new) or Assignment(policy_name, "level", role)
     assignment = assigned_to_copy(source, copied, before)
     if assignment is not None:
-        assignments.set(new, assignment)
+        note(new, assignment=assignment)
 
 
 def _manage_as(
@@ -474,7 +475,7 @@ def _manage_as(
     """Gives a copy with low weights the kernels and outputs of the O2 model it came from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:
-        assignment = assignments.get(old)
+        assignment = assignment_of(old)
         if assignment is not None and assignment.role == "statistics":
             manage(new, policy, assignment_under(new, policy, "level"))
     for held in model_structure.models_held_by_models(new_model):

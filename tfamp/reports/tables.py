@@ -31,11 +31,17 @@ border-bottom:1px solid rgba(128,128,128,.35);background:none;color:inherit;font
 """
 
 
-def table_lines(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
-    """Returns the rows as lines: the first `left` columns, by default all, aligned left."""
+def table_lines(
+    rows: Sequence[Sequence[str]], *, left: int | None = None, texts: int = 0
+) -> list[str]:
+    """Returns the rows as lines.
+
+    The first `left` columns, by default all, and the last `texts` are aligned left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    count = len(widths) if left is None else left
-    align = [str.ljust] * count + [str.rjust] * (len(widths) - count)
+    count = len(widths) - texts if left is None else left
+    numbers = [str.rjust] * (len(widths) - count - texts)
+    align = [str.ljust] * count + numbers + [str.ljust] * texts
     return [
         "  ".join(
             put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)
@@ -61,24 +67,26 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     left: int | None = None,
+    texts: int = 0,
     rest: str = "",
 ) -> str:
-    """Returns a table of at most 200 rows; columns after the first `left` are numbers.
+    """Returns a table of at most 200 rows.
 
-    `rest` is where to find the omitted rows.
+    Columns between the first `left` and the last `texts` are numbers. `rest` is where to find
+    the omitted rows.
     """
-    count = len(head) if left is None else left
-    lines = [_row("th", head, count), *(_row("td", row, count) for row in rows[:MOST_ROWS])]
+    numbers = range(len(head) - texts if left is None else left, len(head) - texts)
+    lines = [_row("th", head, numbers), *(_row("td", row, numbers) for row in rows[:MOST_ROWS])]
     left_out = len(rows) - MOST_ROWS
     more = lines_of([f"and {left_out:,} more{rest}"]) if left_out > 0 else ""
     return f"<table>{''.join(lines)}</table>{more}"
 
 
-def _row(tag: str, cells: Sequence[str], left: int) -> str:
+def _row(tag: str, cells: Sequence[str], numbers: range) -> str:
     shown = []
     for column, cell in enumerate(cells):
         is_low = tag == "td" and cell.removeprefix("mixed_") in LOW_PRECISION
-        kind = "number" if column >= left else "low" if is_low else ""
+        kind = "number" if column in numbers else "low" if is_low else ""
         name = f' class="{kind}"' if kind else ""
         shown.append(f"<{tag}{name}>{escape(cell)}</{tag}>")
     return f"<tr>{''.join(shown)}</tr>"
