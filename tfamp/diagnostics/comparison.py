@@ -139,12 +139,18 @@ class Comparison:
 
     def to_text(self) -> str:
         """Returns a table with the largest errors first, and what to keep in float32."""
-        lines = table_lines([_HEAD, *self._ordered_cells()], left=3, texts=1)
+        lines = table_lines([self._head(), *self._ordered_cells()], left=3, texts=self._has_plans())
         return "\n".join([*lines, "", *self._verdict()])
+
+    def _has_plans(self) -> bool:
+        return any(row.plan for row in self.rows)
+
+    def _head(self) -> tuple[str, ...]:
+        return (*_HEAD, "plan") if self._has_plans() else _HEAD
 
     def _ordered_cells(self) -> list[tuple[str, ...]]:
         ordered = sorted(self.rows, key=_largest_first)
-        return [_cells(row) for row in ordered]
+        return [(*_cells(row), row.plan)[: len(self._head())] for row in ordered]
 
     def _repr_html_(self) -> str:
         rows = tables.table(
@@ -186,7 +192,7 @@ class Comparison:
         return json.dumps(plain, indent=2)
 
 
-_HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small", "plan")
+_HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
 
 
 def _largest_first(row: ComparisonRow) -> tuple[float, float]:
@@ -197,7 +203,7 @@ def _cells(row: ComparisonRow) -> tuple[str, ...]:
     alone = "" if row.own_error is None else _number(row.own_error)
     shares = (f"{share:.1%}" if share else "0" for share in (row.overflow, row.underflow))
     error, largest = _number(row.relative_error), _number(row.max)
-    return (row.layer, row.kind, row.dtype, error, alone, largest, *shares, row.plan)
+    return (row.layer, row.kind, row.dtype, error, alone, largest, *shares)
 
 
 def _number(value: float) -> str:

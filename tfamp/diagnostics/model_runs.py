@@ -20,8 +20,8 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
 from tfamp.layers import model_roles
-from tfamp.layers.assignment import assigned
 from tfamp.layers.layer_dtypes import policy_with
+from tfamp.layers.layer_plan import assigned
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.model_roles import why_not_raised
 from tfamp.policy import Policy

@@ -1,18 +1,25 @@
-"""The plan of a layer: what a mixed policy makes of its calls, as one value.
+"""What a mixed policy decides about a layer: its assignment, and the plan of its calls, as values.
 
-`plan_layer`, a pure function, makes it from the facts of a layer and its role in models. A new
-place in a model gives a new role, and so another plan, by the same function. `model_calls`
-carries plans out, and reports print them.
+An `Assignment` is the dtype that a layer computes in, who decided that, and its role. `assigned`
+makes it from the class of the layer and a policy: a policy does so when it constructs a layer, and
+a level for every layer of a finished model. A layer without one has the dtype that it was made
+with, without tfamp.
+
+A `LayerPlan` says what happens in the calls of a layer. `plan_layer`, a pure function, makes it
+from the facts of the layer and its role in models. A new place in a model gives a new role, and
+so another plan, by the same function. `model_calls` carries plans out, and reports print them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tfamp.policy import Policy
+from tfamp.core.kinds import KerasPolicy
+from tfamp.policy import Policy, prepares_data
 
 # "hidden" layers compute in the policy's dtype. "output" layers are raised to float32 while
 # they make an output of a model. "statistics" is a BatchNormalization, whose statistics are
@@ -20,6 +27,7 @@ from tfamp.policy import Policy
 # is in them, as their class is, and "data" layers as they prepare data. "" is the role of a layer
 # whose dtype no policy manages.
 Role: TypeAlias = Literal["", "hidden", "output", "statistics", "exact", "data"]
+Decider: TypeAlias = Literal["policy", "level", "user"]
 # A "model" has a class with code that calls its layers.
 Kind: TypeAlias = Literal["layer", "functional", "sequential", "model"]
 # How a layer takes its inputs: "cast" by Keras to its compute dtype; "uncast", as they come;
@@ -30,6 +38,80 @@ Inputs: TypeAlias = Literal["cast", "uncast", "ids", "lowered"]
 # "part", those of a model that may be part of another layer; "outermost", float32 where no layer
 # is around; "part or outermost" of a Sequential.
 Outputs: TypeAlias = Literal["own", "fused", "part", "outermost", "part or outermost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """State of a layer before a level: its Keras policy, and whether Keras casts its inputs."""
+
+    policy: KerasPolicy
+    autocast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The dtype a layer computes in, who decided that, and its role.
+
+    Attributes:
+        policy_name: Name of the float policy that the layer got. If it has another one now, a
+            user has set that since.
+        by: Who decided.
+        role: The layer's role.
+        policy: The mixed policy that manages the layer (see `layers.model_roles`), or None.
+        before: What a level restores when it is taken back; None without a level.
+        refusal: Why it stays low where it makes an output of a model; "" if it does not.
+    """
+
+    policy_name: str
+    by: Decider
+    role: Role = "hidden"
+    policy: Policy | None = None
+    before: Before | None = None
+    refusal: str = ""
+
+
+def assigned(
+    layer_class: type,
+    policy: Policy,
+    by: Decider,
+    *,
+    fused: bool = False,
+) -> Assignment:
+    """Returns what a mixed policy assigns to a layer of a class, outside of models' outputs.
+
+    `fused` is whether the class has a kernel with float32 statistics for low inputs.
+
+    Example:
+        >>> import keras
+        >>> policy = Policy("mixed_float16", float32_layers=["Softmax"])
+        >>> for layer in (keras.layers.Dense, keras.layers.Softmax):
+        ...     assignment = assigned(layer, policy, "policy")
+        ...     print(assignment.policy_name, assignment.role)
+        mixed_float16 hidden
+        float32 exact
+    """
+    if not policy.keeps_float32(layer_class):
+        return Assignment(policy.name, by, "hidden", policy)
+    if fused:
+        return Assignment("float32", by, "statistics", policy)
+    return Assignment("float32", by, "data" if prepares_data(layer_class) else "exact")
+
+
+def assigned_to_copy(
+    source: Assignment | None, copied: Assignment, before: Before | None
+) -> Assignment | None:
+    """Returns the assignment of a layer of a copied model, None for none.
+
+    Args:
+        source: The assignment of the layer that it was made from.
+        copied: The assignment that it got when it was made, or would get as a hidden layer.
+        before: What a level that stores weights in another dtype restores; None without one.
+    """
+    is_by_user = source is not None and source.by == "user"
+    if before is None and not is_by_user:
+        return None
+    by = "user" if is_by_user else copied.by
+    return dataclasses.replace(copied, by=by, before=before or copied.before)
 
 
 @dataclass(frozen=True, slots=True)

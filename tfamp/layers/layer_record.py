@@ -17,9 +17,8 @@ import keras
 
 from tfamp.core.kinds import Functional, Layer, Model
 from tfamp.interop import keras_hooks
-from tfamp.layers.assignment import Assignment, Before, Decider
 from tfamp.layers.layer_dtypes import float_policy
-from tfamp.layers.layer_plan import LayerFacts
+from tfamp.layers.layer_plan import Assignment, Before, Decider, LayerFacts
 from tfamp.layers.records import WeakMap
 from tfamp.policy import Policy
 

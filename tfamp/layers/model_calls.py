@@ -34,9 +34,17 @@ from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, 
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
 from tfamp.layers import fused_norms, layer_dtypes, model_roles
-from tfamp.layers.assignment import Assignment, Before, Decider, assigned
 from tfamp.layers.layer_dtypes import is_built_in
-from tfamp.layers.layer_plan import Kind, LayerFacts, LayerPlan, plan_layer
+from tfamp.layers.layer_plan import (
+    Assignment,
+    Before,
+    Decider,
+    Kind,
+    LayerFacts,
+    LayerPlan,
+    assigned,
+    plan_layer,
+)
 from tfamp.layers.layer_record import graph_of, managed_by, note, record_of
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
 from tfamp.policy import Policy, prepares_data
@@ -142,8 +150,12 @@ def plan_of(layer: Layer) -> LayerPlan | None:
 def described_plan(layer: Layer) -> str:
     """Returns the plan of a layer now in words; "" for one that tfamp leaves to Keras."""
     plan, places = plan_of(layer), record_of(layer).places
-    models = [] if places is None else [model.name for model in places.output_of]
-    return "" if plan is None else plan.to_text(sorted(set(models)))
+    names = set()
+    for functional in () if places is None else places.output_of:
+        graph = record_of(functional).graph
+        # A user knows a Sequential, not the Functional inside of it.
+        names.add(((graph and graph.owner()) or functional).name)
+    return "" if plan is None else plan.to_text(sorted(names))
 
 
 def _facts_of(layer: Layer) -> LayerFacts:

@@ -34,7 +34,6 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.kinds import Functional, KerasNode, Layer, Model, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import wrap_method
-from tfamp.layers.assignment import Assignment, assigned
 from tfamp.layers.layer_dtypes import (
     float_policy,
     give_policy,
@@ -42,7 +41,7 @@ from tfamp.layers.layer_dtypes import (
     is_built_in,
     policy_with,
 )
-from tfamp.layers.layer_plan import role_in_models
+from tfamp.layers.layer_plan import Assignment, assigned, role_in_models
 from tfamp.layers.layer_record import (
     ModelGraph,
     Places,

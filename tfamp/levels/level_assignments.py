@@ -18,7 +18,7 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import rewrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import layer_dtypes, model_calls, model_roles, records, symbolic_dtypes
-from tfamp.layers.assignment import Assignment, Before
+from tfamp.layers.layer_plan import Assignment, Before
 from tfamp.layers.layer_record import before_level, decider_of, set_by_hand
 from tfamp.layers.policy_in_force import policy_scope
 from tfamp.levels.model_structure import (

@@ -15,8 +15,8 @@ from tfamp.core.kinds import Layer, Model
 from tfamp.core.loss_scale import FixedLossScale, LossScale
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.layers.assignment import Assignment
 from tfamp.layers.layer_dtypes import quantization_of
+from tfamp.layers.layer_plan import Assignment
 from tfamp.layers.layer_record import assignment_of
 from tfamp.layers.model_calls import described_plan
 from tfamp.levels.effective_level import EffectiveLevel

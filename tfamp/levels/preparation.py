@@ -29,7 +29,7 @@ from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, model_roles
-from tfamp.layers.assignment import Assignment, Before, assigned_to_copy
+from tfamp.layers.layer_plan import Assignment, Before, assigned_to_copy
 from tfamp.layers.layer_record import assignment_of, note
 from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
 from tfamp.layers.records import WeakMap

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.core.kinds import Function, Layer, Method, Model, Nest
 from tfamp.interop.keras_hooks import layers_of, reading_variables_in
-from tfamp.interop.patching import wrap_method, wrapped_methods
+from tfamp.interop.patching import Replacement, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph
 from tfamp.layers import layer_dtypes
 from tfamp.levels.model_structure import computing_layers_of, output_layers_of
@@ -41,12 +41,14 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
     """
     rewrite = functools.partial(RewrittenFunction, options=options)
     keep_in_float32(kept)
-    for layer in output_layers_of(model):
-        wrap_method(layer, "call", _bias_in_float32)
-    for layer in layers_of(model):
+    wrappers: list[tuple[Layer, str, Replacement]] = [
+        *((layer, "call", _bias_in_float32) for layer in output_layers_of(model)),
         # Keras calls it instead of `call` once the layer is quantized. Autocast skips it.
-        wrap_method(layer, "quantized_call", _under_kept_scope)
-    wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
+        *((layer, "quantized_call", _under_kept_scope) for layer in layers_of(model)),
+        (model, "call", functools.partial(_under_autocast, options.dtype)),
+    ]
+    for wrapper in wrappers:
+        wrap_method(*wrapper)
     for name in ("train_step", "test_step", "predict_step"):
         _rewrite_step_of(model, name, options.dtype, rewrite)
     return rewrite
