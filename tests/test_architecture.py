@@ -205,17 +205,30 @@ def test_private_symbols_stay_in_one_package():
 
 
 def test_private_attributes_of_others_stay_in_one_package():
-    wrong = {
-        f"{module}: {name}"
+    wrong = [
+        f"{SOURCES[module].relative_to(PACKAGE.parent)}:{line}: {name}"
         for module in MODULES
         if _package(module) != FOREIGN
-        for name in _private_names_used(module) - _own_private_names(module)
-    }
-    what_to_do = (
-        "A private attribute of another library's object, or of another module's: give it a small "
-        "function with a test in tfamp/interop, or a public name in the module that sets it."
+        for name, line in sorted(_private_names_used(module).items())
+        if name not in _own_private_names(module)
+    ]
+    assert not wrong, (
+        f"{', '.join(wrong)}: a private attribute of an object of TensorFlow or Keras, or of "
+        "another module of tfamp. Of theirs: add a function that reads it to "
+        "tfamp/interop/tf_private.py or keras_hooks.py, with a test in tests/interop, and call "
+        "that. Of ours: give it a public name in the module that sets it."
     )
-    assert wrong == set(), what_to_do
+
+
+def test_one_function_reads_the_layers_that_a_policy_keeps_in_float32():
+    readers = {
+        f"{SOURCES[module].relative_to(PACKAGE.parent)}:{node.lineno}"
+        for module in MODULES
+        if module != "policy"
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.Attribute) and node.attr == "float32_layers"
+    }
+    assert not readers, f"{', '.join(sorted(readers))}: ask Policy.keeps_float32(layer_class)"
 
 
 # Of the standard library, whose documentation has them.
@@ -230,20 +243,23 @@ _IN_FILES = {
 _OF_TEXTS = {"endswith", "partition", "removeprefix", "removesuffix", "startswith"}
 
 
-def _private_names_used(module: str) -> set[str]:
-    """Private attributes of objects other than `self`, as attributes and as strings."""
+def _private_names_used(module: str) -> dict[str, int]:
+    """Private attributes of objects other than `self`, and strings, with their first lines."""
     tree = _tree(module)
-    used, texts = set(), set()  # Of docstrings, and parts of texts.
+    used: list[tuple[str, int]] = []
+    texts = set()  # Of docstrings, and parts of texts.
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr | ast.JoinedStr):
             texts |= {id(child) for child in ast.iter_child_nodes(node)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _OF_TEXTS:
             texts |= set(map(id, node.args))
         elif isinstance(node, ast.Attribute) and not _is_of_self(node):
-            used.add(node.attr)
+            used.append((node.attr, node.lineno))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            used |= {node.value} if id(node) not in texts else set()
-    return {name for name in used if re.fullmatch(r"_[a-z]\w*", name)} - _DOCUMENTED - _IN_FILES
+            used += [(node.value, node.lineno)] if id(node) not in texts else []
+    private = [(name, line) for name, line in used if re.fullmatch(r"_[a-z]\w*", name)]
+    first_last = sorted(private, key=lambda each: -each[1])  # The first line of a name wins.
+    return {name: line for name, line in first_last if name not in _DOCUMENTED | _IN_FILES}
 
 
 def _own_private_names(module: str) -> set[str]:

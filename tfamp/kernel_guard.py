@@ -29,6 +29,7 @@ from tfamp.interop.op_calls import Backward, EagerOp
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.machine.hardware import onednn_dtypes
 from tfamp.planning import kernels, scalings
+from tfamp.planning.kernel_calls import call_before_it_runs
 from tfamp.planning.kernels import BROADCASTING, GUARDED_OPS, OpCall
 from tfamp.planning.scalings import Dataflow
 
@@ -126,10 +127,12 @@ class _Call:
     attrs: Mapping[str, Any]
     device: str
 
-    def shapes(self) -> OpCall:
+    def in_table(self) -> OpCall:
         """The call as the table reads it."""
         shapes = [_shape(value) for value in _flat(self.inputs)]
-        return OpCall(self.op, shapes, _output_shape(self, shapes), self.attrs)
+        return call_before_it_runs(
+            self.op, shapes, lambda number: _static_integers(self.inputs[number]), self.attrs
+        )
 
 
 def _call_of(op: str, inputs: Sequence[Nest], attrs: Mapping[str, Any]) -> _Call | None:
@@ -170,29 +173,6 @@ def _shape(value: Any) -> _Shape | None:
     return None if shape.rank is None else tuple(shape.as_list())
 
 
-# By op the input that holds its output's shape, or a part of it.
-_SIZES = {
-    "Conv2DBackpropFilter": 1,
-    "DepthwiseConv2dNativeBackpropFilter": 1,
-    "ResizeNearestNeighborGrad": 1,
-}
-_REDUCTIONS = frozenset({"EuclideanNorm", "Mean", "Prod", "Sum"})
-
-
-def _output_shape(call: _Call, shapes: Sequence[_Shape | None]) -> _Shape | None:
-    """The shape of an op's output before it runs, if its inputs are known; else None."""
-    place = 1 if call.op in _REDUCTIONS else _SIZES.get(call.op)
-    known = None if place is None else _static_integers(call.inputs[place])
-    if known is None or shapes[0] is None:
-        return None
-    if call.op in _REDUCTIONS:
-        reduced = {axis % max(len(shapes[0]), 1) for axis in known}
-        return tuple(1 if axis in reduced else d for axis, d in enumerate(shapes[0]))
-    if call.op == "ResizeNearestNeighborGrad":
-        return (shapes[0][0], *known, shapes[0][3])
-    return known
-
-
 def _static_integers(value: Any) -> tuple[int, ...] | None:
     static = tf.get_static_value(value) if tf.is_tensor(value) else value
     if static is None:
@@ -206,7 +186,7 @@ def _runs_in_float32(call: _Call) -> bool:
         lacks_kernel = op_input.floats and call.dtype not in op_input.floats
         if lacks_kernel and any(map(_low_dtype, _flat([value]))):
             return True
-    fact = kernels.fact_about(call.shapes(), call.dtype, call.device, onednn_dtypes())
+    fact = kernels.fact_about(call.in_table(), call.dtype, call.device, onednn_dtypes())
     return fact is not None or _is_joined(call)
 
 

@@ -91,6 +91,11 @@ class Policy:
     def keeps_float32(self, layer_class: type) -> bool:
         """Returns whether layers of a class stay float32 under this policy.
 
+        No other code reads `float32_layers`: policies, levels and reports ask here. Three
+        decisions are not about the class: levels leave layers that prepare data alone, whatever
+        `float32_layers` says; output layers of models are float32 by `float32_outputs`; and
+        sublayers follow the layer that they are in.
+
         Args:
             layer_class: A layer class; it is kept if it or any of its base classes is in
                 `float32_layers`, by identity or by name, or is one of Keras's preprocessing

@@ -7,9 +7,19 @@ import pytest
 from tensorflow.python.framework import ops
 
 from helpers.kernel_categories import CATEGORIES, INTERNAL
+from helpers.kernel_paths import has_kernel
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import tf_private
-from tfamp.planning.kernels import GUARDED_OPS, OPS
+from tfamp.planning.kernels import (
+    EIGEN,
+    GPU,
+    GUARDED_OPS,
+    KERNEL_FACTS,
+    ONEDNN,
+    OPS,
+    XLA,
+    library_of,
+)
 
 
 def _low_ops() -> set[str]:
@@ -44,6 +54,40 @@ def test_an_op_is_in_one_place():
 def test_all_ops_of_the_categories_exist():
     named = frozenset().union(*CATEGORIES.values(), OPS)
     assert not sorted(named - tf_private.known_ops())
+
+
+# ---- Every pair of a row is a kernel -------------------------------------------------------------
+
+_DEVICES = {EIGEN: "cpu", ONEDNN: "cpu", GPU: "gpu", XLA: "tpu"}
+
+
+def _is_registered(op: str, library: str, dtype: str) -> bool:
+    """Whether a kernel of a device has the dtype; for XLA, whether the op's definition allows it.
+
+    Without a build for GPUs none of their kernels is registered: their pairs are not looked at.
+    """
+    if library == XLA:
+        return any(dtype in op_input.floats for op_input in tf_private.op_inputs(op, "tpu"))
+    device = _DEVICES[library]
+    if device == "gpu" and not has_kernel("MatMul", "float32", device):
+        return True
+    return has_kernel(op, dtype, device)
+
+
+@pytest.mark.parametrize("fact", KERNEL_FACTS, ids=lambda fact: f"{fact.op}, {fact.form}")
+def test_a_row_names_kernels_that_exist_and_can_be_the_one_that_runs(fact):
+    for library, dtype in sorted(fact.low):
+        place = f"the row of {fact.op} with form {fact.form!r} in tfamp/planning/kernels.py"
+        assert _is_registered(fact.op, library, dtype), (
+            f"{place}: this TensorFlow registers no kernel for {dtype} on a {_DEVICES[library]}; "
+            f"take ({library}, {dtype}) out of its `low`"
+        )
+        found = library_of(fact.op, dtype, _DEVICES[library], frozenset(LOW_PRECISION))
+        # Eigen's kernel runs where oneDNN does not support the dtype.
+        assert library in (found, EIGEN), (
+            f"{place}: for this op `library_of` never returns {library}; take ({library}, {dtype}) "
+            "out of its `low`, or add the op to ONEDNN_OPS"
+        )
 
 
 # What gradient functions of TensorFlow call to add up, and those that add up nothing low.

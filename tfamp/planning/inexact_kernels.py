@@ -1,7 +1,7 @@
 """Nodes that stay float32 as their low kernels lose digits or fail, by the table; framework-free.
 
-`planning.kernels` says what is wrong with kernels; here are the calls of a graph, with the shapes
-and the attributes that are known. An unknown shape counts as a large one. Unlike a denied op, such
+`planning.kernels` says what is wrong with kernels; here are the nodes of a graph that it is asked
+about. An unknown shape counts as a large one. Unlike a denied op, such
 a node does not make the nodes behind it float32.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tfamp.core.device_names import device_kind_of
+from tfamp.planning.kernel_calls import call_of_indexed_node
 from tfamp.planning.kernels import (
     OPS,
     Fault,
@@ -43,7 +44,7 @@ def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[
     for position, node in enumerate(index.nodes):
         if node.op not in OPS or node.op in options.moved_ops:
             continue
-        call = call_of(index, position)
+        call = call_of_indexed_node(index, position)
         fact = fact_of(call, node.device, options)
         if fact is None:
             continue
@@ -54,13 +55,6 @@ def inexact_nodes(index: GraphIndex, options: RewriteOptions) -> Iterator[tuple[
             library = library_of(node.op, options.dtype, kind, options.onednn)
             yield position, Reason(rule, fact.text(options.dtype, library, call))
     yield from _added_over_devices(index)
-
-
-def call_of(index: GraphIndex, position: int) -> OpCall:
-    """The call of a node, with the shapes of its tensors as far as they are known."""
-    node = index.nodes[position]
-    inputs = [index.shapes.get(index.tensor(edge)) for edge in index.inputs[position]]
-    return OpCall(node.op, inputs, index.shapes.get((position, 0)), node.attrs)
 
 
 def fact_of(call: OpCall, device: str, options: RewriteOptions) -> KernelFact | None:

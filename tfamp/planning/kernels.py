@@ -6,6 +6,22 @@ right then, as every node has the dtype that it should have. Other kernels do no
 or take far longer than float32's. Rewrites, autocast, policies, levels and `tfamp doctor` read
 this table, and tests/kernels measures it.
 
+The words of a row, and who acts on them:
+
+- `low`: the pairs in which `library_of` finds the kernel; such a kernel must be registered. For
+  XLA, which compiles ops, the definition of the op must allow the dtype.
+- `fault`: `ADDS_UP_LOW` holds for calls with more than `SAFE_TERMS` terms, counted by `terms`; the
+  other faults for every call of the `form`. Shapes that are unknown count as large ones.
+- `form`: narrows the row to some calls; several rows of one op are alternatives, the first that
+  holds is told as the reason.
+- `instead`: "float32", the op runs in float32 between Casts; "Sum", that op in the low dtype, by
+  `graph.passes.bias_sums` in rewrites and by `kernel_guard` elsewhere. Another op needs both.
+- `gradient_of`: the ops that `kernel_guard` *guards*: it leaves their forward pass alone and runs
+  their usual gradient in a place where this table holds. That is needed as a gradient runs after
+  autocast or the layer has ended. Without an entry the op of the row is exact only where it is
+  called itself.
+- `layers`: for tests and pages; nothing is decided by it.
+
 Evidence: for CPUs, measured with TensorFlow 2.21 against float64 on some 10,000 positive terms;
 run `python tests/kernels/facts.py` to measure again. A kernel counts as exact if its error is
 at most four times that of rounding its inputs and outputs. For GPUs, the template arguments of
@@ -366,7 +382,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="axis",
         gradient_of=("CumulativeLogsumexp",),
     ),
-    KernelFact(op="AddN", low=_in(eigen=_BOTH, onednn=_BOTH, gpu=_BOTH), terms="inputs"),
+    KernelFact(op="AddN", low=_in(eigen=_BOTH, gpu=_BOTH), terms="inputs"),
     KernelFact(op="LRN", low=_in(eigen=_F16), terms="unknown"),
     KernelFact(op="LRNGrad", low=_in(eigen=_F16), terms="unknown", gradient_of=("LRN",)),
     # Segments, scattering, gathering.
@@ -404,9 +420,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         terms="scattered",
         gradient_of=("GatherNd", "ResourceGatherNd", "TensorScatterMax", "TensorScatterMin"),
     ),
+    # The first two have no low kernel on GPUs.
     *(
-        KernelFact(op=op, low=_in(eigen=_BOTH, gpu=_BOTH), terms="scattered into a tensor")
-        for op in ("TensorScatterAdd", "TensorScatterSub", "ScatterNdNonAliasingAdd")
+        KernelFact(op=op, low=low, terms="scattered into a tensor")
+        for op, low in (
+            ("TensorScatterAdd", _in(eigen=_BOTH)),
+            ("TensorScatterSub", _in(eigen=_BOTH)),
+            ("ScatterNdNonAliasingAdd", _in(eigen=_BOTH, gpu=_BOTH)),
+        )
     ),
     KernelFact(
         op="SparseTensorDenseMatMul",
@@ -564,9 +585,10 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("AvgPoolGrad",),
         layers=("AveragePooling1D", "AveragePooling2D"),
     ),
+    # In three dimensions CPUs have no float16 kernels.
     KernelFact(
         op="AvgPool3D",
-        low=_in(eigen=_BOTH),
+        low=_in(eigen=_BF16),
         terms="window",
         gradient_of=("AvgPool3DGrad",),
         layers=("AveragePooling3D",),
@@ -574,16 +596,16 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     *(
         KernelFact(
             op=f"{op}Grad",
-            low=_in(eigen=_BOTH, gpu=_BOTH),
+            low=_in(eigen=on_cpus, gpu=_BOTH),
             terms="overlapping windows",
             gradient_of=(op,),
             layers=layers,
         )
-        for op, layers in (
-            ("AvgPool", ("AveragePooling1D", "AveragePooling2D")),
-            ("AvgPool3D", ("AveragePooling3D",)),
-            ("MaxPool", ("MaxPooling1D", "MaxPooling2D")),
-            ("MaxPool3D", ("MaxPooling3D",)),
+        for op, on_cpus, layers in (
+            ("AvgPool", _BOTH, ("AveragePooling1D", "AveragePooling2D")),
+            ("AvgPool3D", _BF16, ("AveragePooling3D",)),
+            ("MaxPool", _BOTH, ("MaxPooling1D", "MaxPooling2D")),
+            ("MaxPool3D", _BF16, ("MaxPooling3D",)),
         )
     ),
     *(

@@ -17,7 +17,9 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from tfamp.reports.plan_page import explorer_graphs, plan_fragment, plan_text, render_page
+from tfamp.reports.plan_explorer import explorer_graphs
+from tfamp.reports.plan_page import render_page
+from tfamp.reports.plan_tables import plan_fragment, plan_text
 
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.

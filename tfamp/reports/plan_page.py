@@ -1,7 +1,8 @@
-"""Renders a plan's plain data as an HTML page, text, or for Model Explorer; framework-free.
+"""Renders a plan's plain data as an HTML page; framework-free.
 
 The page is HTML and a style sheet, without scripts: its skeleton and the style sheet are the
-files in `plan_page_assets`.
+files in `plan_page_assets`. The other outputs of a plan are beside it: `plan_tables` and
+`plan_explorer`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
-from typing import Any, TypeAlias
 
-from tfamp.reports import tables
-from tfamp.reports.tables import table_lines
-
-# A plan, a node or a Cast as an object of JSON.
-Json: TypeAlias = Mapping[str, Any]
+from tfamp.reports.plan_rows import Json, place
 
 _ASSETS = "reports/plan_page_assets"
-# Background and border in Model Explorer, as on the page.
-_LOW = {"backgroundColor": "#d3e8f6", "borderColor": "#0072b2"}
-_FLOAT32 = {"backgroundColor": "#fdebc8", "borderColor": "#c77f00"}
-_GIVEN = {"backgroundColor": "#d2efe5", "borderColor": "#00805d"}
-_CAST = {"backgroundColor": "#f3e6fa", "borderColor": "#7b3fa0"}
-# So many nodes without a name scope whose names differ only in a number are folded. A choice:
-# fewer can be read beside each other.
-_SERIES = 8
-
-
-# ---- The page --------------------------------------------------------------------------
 
 # Where a reason names another node: after these words.
 _NAMED = re.compile(
@@ -308,166 +293,8 @@ def _casts(plan: Json, anchors: _Anchors) -> str:
 
 def _cast_cells(cast: Json, anchors: _Anchors) -> tuple[str, ...]:
     scope = cast["scope"]
-    tensor = anchors.to_node(scope, cast["producer"], _place(scope, cast["tensor"]))
+    tensor = anchors.to_node(scope, cast["producer"], place(scope, cast["tensor"]))
     consumers = dict.fromkeys(name for name, _ in cast["consumers"])
     used = ", ".join(anchors.to_node(scope, name, name) for name in consumers)
     size = "unknown" if cast["bytes"] is None else f"{cast['bytes']:,}"
     return tensor, escape(cast["from"]), escape(cast["to"]), size, used
-
-
-# ---- Text and notebooks ----------------------------------------------------------------
-
-
-def plan_text(plan: Json) -> str:
-    """Returns the plan as text: tables of nodes and Casts, and totals."""
-    lines = table_lines([_NODE_HEAD, *_node_rows(plan)])
-    if plan["casts"]:
-        lines += ["", *table_lines([_CAST_HEAD, *_cast_rows(plan)])]
-    return "\n".join([*lines, "", _totals_text(plan)]) + "\n"
-
-
-def plan_fragment(plan: Json) -> str:
-    """Returns the plan as notebooks show it: totals, op types and folded tables of the rest."""
-    total = Counter(node["op"] for node in plan["nodes"])
-    low = Counter(node["op"] for node in plan["nodes"] if node["dtype"] == plan["dtype"])
-    gain = plan["summary"]["estimated_speed_up"]
-    estimate = [] if gain is None else [f"estimated speed-up: {gain:.2f}"]
-    ordered = sorted(total, key=lambda op: (-low[op], -total[op], op))
-    counts = [(op, str(low[op]), str(total[op] - low[op])) for op in ordered]
-    rest = ": plan.to_html() is a page of all"
-    nodes = tables.table(_NODE_HEAD, _node_rows(plan), rest=rest)
-    casts = tables.table(_CAST_HEAD, _cast_rows(plan), left=3, rest=rest)
-    return tables.fragment(
-        "Plan of a rewrite",
-        tables.lines_of([_totals_text(plan), *estimate]),
-        tables.table(("op", plan["dtype"], "other"), counts, left=1),
-        tables.folded(f"{len(plan['nodes']):,} nodes, with reasons", nodes),
-        tables.folded(f"{len(plan['casts']):,} Casts", casts),
-    )
-
-
-_NODE_HEAD = ("node", "op", "dtype", "cost", "reason")
-_CAST_HEAD = ("cast of", "from", "to", "bytes")
-
-
-def _node_rows(plan: Json) -> list[tuple[str, ...]]:
-    return [
-        (_place(n["scope"], n["name"]), n["op"], n["dtype"], _cost(n["cost"]), n["reason"])
-        for n in plan["nodes"]
-    ]
-
-
-def _cast_rows(plan: Json) -> list[tuple[str, ...]]:
-    return [
-        (_place(c["scope"], c["tensor"]), c["from"], c["to"], _known(c["bytes"]))
-        for c in plan["casts"]
-    ]
-
-
-def _totals_text(plan: Json) -> str:
-    totals = plan["summary"]
-    return (
-        f"{totals['low_nodes']} of {totals['nodes']} float nodes in {plan['dtype']}; "
-        f"{totals['casts']} Casts inserted, {totals['cast_bytes']} bytes"
-        f" and {totals['casts_of_unknown_size']} of unknown size"
-    )
-
-
-def _cost(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{1e6 * seconds:.3g} us, estimated"
-
-
-def _known(count: int | None) -> str:
-    return "unknown" if count is None else str(count)
-
-
-def _place(scope: str, name: str) -> str:
-    return f"{scope}: {name}" if scope else name
-
-
-# ---- Google's Model Explorer -----------------------------------------------------------
-
-
-def explorer_graphs(plan: Json) -> dict[str, Any]:
-    """Returns the graph, and every function as a separate graph, with Casts as nodes.
-
-    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a
-    namespace, by which layers fold, edges, attributes and colours. The package is not
-    needed to write it.
-
-    Example:
-        >>> node = {"scope": "", "name": "dense/MatMul", "op": "MatMul", "dtype": "bfloat16"}
-        >>> node |= {"rule": "allow", "reason": "on the list", "cost": None, "inputs": ["x"]}
-        >>> plan = {"dtype": "bfloat16", "nodes": [node], "casts": []}
-        >>> (shown,) = explorer_graphs(plan)["graphs"][0]["nodes"]
-        >>> shown["namespace"], shown["label"]
-        ('dense', 'MatMul')
-    """
-    scopes = dict.fromkeys(node["scope"] for node in plan["nodes"])
-    return {
-        "label": f"Rewrite to {plan['dtype']}",
-        "graphs": [
-            {"id": scope or "graph", "nodes": _explorer_nodes(plan, scope)} for scope in scopes
-        ],
-    }
-
-
-# A node for the viewer.
-_Shown: TypeAlias = dict[str, Any]
-
-
-def _explorer_nodes(plan: Json, scope: str) -> list[_Shown]:
-    nodes = [node for node in plan["nodes"] if node["scope"] == scope]
-    casts = [cast for cast in plan["casts"] if cast["scope"] == scope]
-    names = {node["name"] for node in nodes}
-    # Producer and consumer -> the Casts between them.
-    between: dict[tuple[str, str], list[str]] = {}
-    for cast in casts:
-        for consumer, _ in cast["consumers"]:
-            between.setdefault((cast["producer"], consumer), []).append(cast["name"])
-    series = Counter(_stem(name) for name in names if "/" not in name)
-    made = [_node(node, plan["dtype"]) for node in nodes]
-    for shown in made:
-        if series[_stem(shown["id"])] >= _SERIES:
-            shown["namespace"] = _stem(shown["id"])
-    for node, shown in zip(nodes, made, strict=True):
-        for source in node["inputs"]:
-            sources = between.get((source, node["name"]), [source] if source in names else [])
-            edges = [{"sourceNodeId": name} for name in dict.fromkeys(sources)]
-            shown["incomingEdges"] += edges
-    return made + [_cast(cast, names) for cast in casts]
-
-
-def _stem(name: str) -> str:
-    return re.sub(r"_\d+$", "", name)
-
-
-def _node(node: Json, low: str) -> _Shown:
-    style = _GIVEN if node["rule"] == "as given" else _LOW if node["dtype"] == low else _FLOAT32
-    attributes = {"dtype": node["dtype"], "reason": node["reason"], "rule": node["rule"]}
-    if node["cost"] is not None:
-        attributes["estimated time"] = f"{1e6 * node['cost']:.3g} us"
-    return _shown(node["name"], node["op"], node["name"], attributes, style)
-
-
-def _cast(cast: Json, names: set[str]) -> _Shown:
-    size = "unknown" if cast["bytes"] is None else f"{cast['bytes']:,}"
-    attributes = {"tensor": cast["tensor"], "from": cast["from"], "bytes moved": size}
-    producer = cast["producer"]
-    shown = _shown(cast["name"], f"Cast to {cast['to']}", producer, attributes, _CAST)
-    shown["incomingEdges"] += [{"sourceNodeId": producer}] if producer in names else []
-    return shown
-
-
-def _shown(
-    name: str, label: str, place: str, attributes: Mapping[str, str], style: Mapping[str, str]
-) -> _Shown:
-    """Returns a node for the viewer, in the name scope of `place`."""
-    return {
-        "id": name,
-        "label": label,
-        "namespace": place.rpartition("/")[0],
-        "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
-        "incomingEdges": [],
-        "style": dict(style),
-    }

@@ -502,19 +502,44 @@ _SlotsOf: TypeAlias = Callable[[Optimizer, int], list[Variable]]
 
 
 class _Rule(NamedTuple):
-    """The update of one class of optimizers."""
+    """The update of one class of optimizers; the module says when each function runs.
 
-    # Returns the optimizer's slots for the variable of an index.
+    Every tensor that a function receives or returns here is float32, also of variables and slots
+    that are stored in 16 bits. "Shaped as the weight" is of unknown shape in a trace, as one
+    trace serves all weights: no function may read a static shape.
+
+    Attributes:
+        slots: `(optimizer, index)`: the optimizer and the weight's index in it. Returns the
+            optimizer's own variables for that weight, at most three. Runs in Python at every
+            trace of a step; creates nothing.
+        numbers: `(optimizer, rate)`: the learning rate, a scalar, divided by the loss scale if
+            there is a `run`. Returns the scalars of the step as a tuple of one length for all
+            steps. `optimizer.iterations` is the number of steps before this one.
+        next_value: `(times, numbers, gradient, value, *slots)`: `times(a, b)` is a rounded
+            product; `numbers`, the scalars; `gradient`, clipped, dense and shaped as the weight,
+            and unscaled, but for a rule with a `run`, whose rate is divided instead; `value`,
+            the weight after its weight decay; `slots`, those of `slots` in its order. Returns
+            the next weight, shaped as the weight.
+        next_slots: `(times, numbers, gradient, squares, *slots)`: `squares`, of the gradient,
+            or of sparse gradients the sum of the squares of repeated rows, which is not the
+            square of their sum. Returns a tuple of the next slots, as many as `slots` has and
+            each in its shape. None for a rule without slots.
+        value_first: Whether `next_value` runs before `next_slots`. The first of the two receives
+            the old slots; with False, `next_value` receives what `next_slots` returned, as it
+            was stored.
+        run: `(optimizer, step, updates)`: updates all float32 variables of one device by
+            TensorFlow's own op and stores them, decay included; the other two functions then
+            serve low variables only. None to compile the two.
+        advance: `(optimizer)`: stores the scalars that the optimizer has for all weights, once,
+            after all updates and before the iteration is counted. None if it has none.
+    """
+
     slots: _SlotsOf
-    # Returns the scalars that the updates of a step share, from the optimizer and its rate.
     numbers: Callable[[Optimizer, Tensor], tuple[Tensor, ...]]
-    # Return the next values of a variable and of its slots; the first one uses the old other.
     next_value: Callable[..., Tensor]
     next_slots: Callable[..., tuple[Tensor, ...]] | None = None
     value_first: bool = False
-    # Runs TensorFlow's own op for float32 variables, for all updates on a device.
     run: Callable[[Optimizer, _Step, list[_Update]], None] | None = None
-    # Updates the scalars that the optimizer keeps for all variables, at the end of a step.
     advance: Callable[[Optimizer], None] | None = None
 
 

@@ -14,6 +14,7 @@ from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import attribute_text
 from tfamp.planning.inexact_kernels import exact_instead
+from tfamp.planning.kernel_calls import call_of_recorded_shapes
 from tfamp.planning.kernels import OpCall
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
@@ -39,7 +40,6 @@ def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
 
 
 def _call(body: Body, node: NodeDef) -> OpCall:
-    sizes = (body.dims(node.input[0]), body.dims(body.tensor(node)))
-    taken, made = (tuple(None if dim < 0 else dim for dim in dims) or None for dims in sizes)
+    taken, made = body.dims(node.input[0]), body.dims(body.tensor(node))
     attrs = {"data_format": attribute_text(node, "data_format")}
-    return OpCall(_GRADIENT, [taken], made, attrs)
+    return call_of_recorded_shapes(_GRADIENT, [taken], made, attrs)
