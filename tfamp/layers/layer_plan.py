@@ -48,6 +48,8 @@ class LayerFacts:
         managed: Whether a policy gives it its dtype.
         stays: Whether it stays float32 under that policy, with all that is in it.
         float32_outputs: Whether that policy makes models return float32.
+        low_products: Whether that policy lets products of output layers be low.
+        has_product: Whether its class multiplies by a kernel, and does little else.
         casts: Whether its outputs were asked to be float32 where it is the outermost model.
         low: The compute dtype of that policy.
         policy_name: The name of that policy.
@@ -71,6 +73,8 @@ class LayerFacts:
     managed: bool = False
     stays: bool = False
     float32_outputs: bool = False
+    low_products: bool = False
+    has_product: bool = False
     casts: bool = False
     low: str = ""
     policy_name: str = ""
@@ -93,6 +97,7 @@ class LayerPlan:
         looks_inside: Whether its first call shows what layers inside of it need.
         float32_features: Whether an InputLayer that it makes takes float32 features.
         fused: The low dtype of the fused kernel; "" without it.
+        low_product: The low dtype of its product, in an output layer that is float32 otherwise.
         outputs: What becomes of its outputs.
     """
 
@@ -107,6 +112,7 @@ class LayerPlan:
     looks_inside: bool = False
     float32_features: bool = False
     fused: str = ""
+    low_product: str = ""
     outputs: Outputs = "own"
 
     def to_text(self) -> str:
@@ -137,6 +143,7 @@ class LayerPlan:
             "float32 losses": self.float32_losses,
             "all in it float32": bool(self.float32_sublayers),
             outputs.get(self.outputs, ""): self.outputs in outputs,
+            f"product in {self.low_product}": bool(self.low_product),
         }
         return "; ".join(text for text, holds in said.items() if holds)
 
@@ -154,6 +161,7 @@ def plan_layer(facts: LayerFacts, role: Role) -> LayerPlan:
     angles = protected and facts.turns_positions
     inside = facts.float32_inside if protected else ""
     fused = facts.low if facts.managed and facts.can_fuse else ""
+    low_product = role == "output" and facts.low_products and facts.has_product
     return LayerPlan(
         role=role,
         inputs=_inputs(facts, inside, angles),
@@ -166,6 +174,7 @@ def plan_layer(facts: LayerFacts, role: Role) -> LayerPlan:
         looks_inside=protected and facts.holds_layers,
         float32_features=protected and facts.kind == "sequential",
         fused=fused,
+        low_product=facts.low if low_product else "",
         outputs=_outputs(facts, fused),
     )
 

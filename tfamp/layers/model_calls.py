@@ -33,7 +33,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
-from tfamp.layers import fused_norms, layer_dtypes, model_roles
+from tfamp.layers import fused_norms, layer_dtypes, low_products, model_roles
 from tfamp.layers.assignment import (
     Assignment,
     Before,
@@ -47,7 +47,7 @@ from tfamp.layers.layer_plan import Kind, LayerFacts, LayerPlan, plan_layer
 from tfamp.layers.model_roles import graph_of
 from tfamp.layers.records import WeakMap
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
-from tfamp.policy import Policy, prepares_data
+from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
 
 
 class _Call(NamedTuple):
@@ -165,6 +165,8 @@ def _facts_of(layer: Layer) -> LayerFacts:
         holds_layers=not _holds_no_layers(layer),
         runs_user_code=not (is_built_in(layer) or isinstance(layer, keras.Sequential)),
         can_fuse=fused_norms.can_fuse(type(layer)),
+        # A `call` that was replaced in this layer alone may compute anything.
+        has_product=low_products.has_product(type(layer)) and "call" not in vars(layer),
     )
 
 
@@ -194,9 +196,13 @@ def _ask(layer: Layer, **changes: Any) -> None:
     plan = plan_of(layer)
     if plan is None:
         return
+    # A later place in a model makes it an output layer, which asks for nothing then.
+    plans = (plan, plan_layer(_facts.get(layer), "output")) if plan.role else (plan,)
     for name in _STEPS:
         method = keras_hooks.first_method_of_call(layer) if name == _FIRST else name
-        if _steps(plan, name) and not is_wrapped_by(layer, method, _interpreted):
+        if any(_steps(plan, name) for plan in plans) and not is_wrapped_by(
+            layer, method, _interpreted
+        ):
             wrap_method(layer, method, functools.partial(_interpreted, layer, name))
     if plan.inputs in ("uncast", "lowered"):
         layer.autocast = False
@@ -424,7 +430,8 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
         # Its own graph, once it is known, manages a Functional.
         managed=not isinstance(layer, keras_hooks.functional_class()),
         stays=assignment.policy_name == "float32" and not can_fuse,
-        float32_outputs=policy.float32_outputs,
+        float32_outputs=bool(policy.float32_outputs),
+        low_products=policy.float32_outputs == FLOAT32_SUMS,
         low=policy.compute_dtype,
         policy_name=policy.name,
     )
@@ -658,8 +665,8 @@ def _set_sublayers_float32(layer: Layer, policy_name: str | None) -> None:
         _set_sublayers_float32(sublayer, policy_name)
 
 
-def _fused(step: Callable[..., Any]) -> _Step:
-    """A step of `fused_norms`, with the low dtype of the policy that manages the layer."""
+def _with_low(step: Callable[..., Any]) -> _Step:
+    """A step that takes the low dtype of the policy that manages the layer, too."""
 
     def run(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Any:
         facts = _facts.get(layer)
@@ -676,12 +683,13 @@ _FIRST = "first"
 _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "call": (
         (_turn_in_float32, lambda plan: plan.turns_positions),
+        (_with_low(low_products.call), lambda plan: bool(plan.low_product)),
         (_guard, lambda plan: plan.guarded),
         (_note_outputs, lambda plan: plan.regularized_in_float32),
         (_look_up_exactly, lambda plan: plan.inputs == "ids"),
         (_compute_in_float32, lambda plan: bool(plan.float32_inside)),
         (_cast_and_remember, lambda plan: plan.inputs == "lowered"),
-        (_fused(fused_norms.call), lambda plan: bool(plan.fused)),
+        (_with_low(fused_norms.call), lambda plan: bool(plan.fused)),
         (_run_in_float32, lambda plan: bool(plan.float32_sublayers)),
         (_call_functional, lambda plan: plan.outputs == "part"),
         (_as_part, lambda plan: plan.outputs == "part or outermost"),
@@ -690,7 +698,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "quantized_call": ((_guard, lambda plan: plan.guarded),),
     "compute_output_spec": (
         (_forget_outputs, lambda plan: plan.regularized_in_float32),
-        (_fused(fused_norms.compute_output_spec), lambda plan: bool(plan.fused)),
+        (_with_low(fused_norms.compute_output_spec), lambda plan: bool(plan.fused)),
         (_spec_of, lambda plan: plan.outputs == "part"),
         (_spec_of_outermost, lambda plan: plan.outputs in _OUTERMOST),
     ),
@@ -703,7 +711,10 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     ),
     "pop": ((_pop, lambda plan: plan.outputs == "part or outermost"),),
     "get_config": ((_get_config, lambda plan: plan.outputs == "part or outermost"),),
-    "get_build_config": ((_fused(fused_norms.get_build_config), lambda plan: bool(plan.fused)),),
+    "get_build_config": (
+        (_with_low(fused_norms.get_build_config), lambda plan: bool(plan.fused)),
+        (_with_low(low_products.get_build_config), lambda plan: bool(plan.low_product)),
+    ),
     "symbolic_call": ((_call_symbolically, lambda plan: plan.outputs in _OUTERMOST),),
     "export": ((_export, lambda plan: plan.outputs in _OUTERMOST),),
 }

@@ -26,11 +26,11 @@ from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
-from tfamp.layers import fused_norms, model_calls
+from tfamp.layers import fused_norms, layer_dtypes, low_products, model_calls
 from tfamp.layers.assignment import assignments
 from tfamp.layers.records import WeakMap
 from tfamp.machine import hardware
-from tfamp.policy import POLICY_NAMES, Policy
+from tfamp.policy import FLOAT32_SUMS, POLICY_NAMES, Policy
 from tfamp.training import underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
@@ -293,10 +293,20 @@ def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> No
             manage()
         elif fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer)):
             fused_norms.on_load(layer, policy.compute_dtype, manage)
+        elif policy.float32_outputs == FLOAT32_SUMS and low_products.has_product(type(layer)):
+            # Its model, once it is made, gives it float32 again.
+            again = functools.partial(_manage_again, layer, policy)
+            low_products.on_load(layer, policy.compute_dtype, again)
 
 
 def _manage(layer: Layer, policy: Policy) -> None:
     model_calls.manage(layer, policy, model_calls.assignment_under(layer, policy, "policy"))
+
+
+def _manage_again(layer: Layer, policy: Policy) -> None:
+    """Manages an output layer that a file gives as float32."""
+    layer_dtypes.give_policy(layer, policy.name)
+    _manage(layer, policy)
 
 
 def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: Any) -> None:
