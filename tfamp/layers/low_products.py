@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp import kernel_guard
@@ -71,6 +72,13 @@ def contracted_axes(layer: Layer) -> int:
         if is_product and labels.isalpha() and len(set(labels)) == len(labels):
             return axes
     return 0
+
+
+def size_of(layer: Layer) -> int:
+    """Returns how many weights the product of a layer has, 0 where it cannot be low."""
+    if not has_product(type(layer)) or not layer.built or not contracted_axes(layer):
+        return 0
+    return int(np.prod(layer.kernel.shape))
 
 
 def product(inputs: Tensor, kernel: Tensor, axes: int, low: str) -> Tensor:
