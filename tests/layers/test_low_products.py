@@ -207,6 +207,30 @@ def test_einsums_that_multiply_last_axes_have_low_products_and_others_are_float3
     assert (np.abs(found - exact).max() > 1e-5) == bool(axes)
 
 
+@pytest.mark.skipif(not hasattr(layers, "ReversibleEmbedding"), reason="of Keras 3.13 and later")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("xla", [True, False])
+def test_tied_weights_have_low_products_and_exact_lookups(tied, xla):
+    def make(policy):
+        keras.utils.set_random_seed(3)
+        with tfamp.policy_scope(policy):
+            words = layers.ReversibleEmbedding(50, 16, tie_weights=tied, logit_soft_cap=2.0)
+            tokens = keras.Input((5,), dtype="int32")
+            hidden = layers.Dense(16, "gelu")(words(tokens))
+            return keras.Model(tokens, words(hidden, reverse=True))
+
+    x, y = np.arange(40).reshape(8, 5), np.arange(40).reshape(8, 5)[:, ::-1]
+    how = "xla" if xla else "graph"
+    exact_loss, exact = loss_and_gradients(make("float32"), x, y, how)
+    loss, gradients = loss_and_gradients(make("mixed_float16"), x, y, how)
+    model = make(tfamp.Policy("mixed_float16", float32_outputs="sums"))
+    assert plan_of(model.layers[1]).low_product == "float16"
+    loss_by_sums, gradients_by_sums = loss_and_gradients(model, x, y, how)
+    assert abs(loss_by_sums / exact_loss - 1) < ROUNDING["mixed_float16"]
+    assert distance(gradients_by_sums, exact) < 4 * ROUNDING["mixed_float16"]
+    assert any((a != b).any() for a, b in zip(gradients, gradients_by_sums, strict=True))
+
+
 def test_a_subclass_and_other_layers_are_float32_as_by_default():
     class Doubled(layers.Dense):
         def call(self, x):

@@ -29,15 +29,22 @@ from tfamp.interop.patching import wrap_method
 _LOW_PRODUCT = "tfamp_low_product"
 
 
+_CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
+# Keras 3.12 has none.
+_TIED = tuple(filter(None, [getattr(keras.layers, "ReversibleEmbedding", None)]))
+
+
 def has_product(layer_class: type[Layer]) -> bool:
-    """Whether a class computes as Keras's Dense or EinsumDense; a `call` of its own may not."""
-    return layer_class.call in (keras.layers.Dense.call, keras.layers.EinsumDense.call)
+    """Whether a class computes as one of Keras's with a product; a `call` of its own may not."""
+    return any(layer_class.call is known.call for known in (*_CLASSES, *_TIED))
 
 
 def call(
     layer: Layer, low: str, original: Method, inputs: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Computes a Dense or EinsumDense in float32, but for low operands of its product."""
+    """Computes an output layer in float32, but for low operands of its product."""
+    if isinstance(layer, _TIED):
+        return _call_tied(layer, low, original, inputs, *args, **kwargs)
     axes = contracted_axes(layer)
     is_dense_tensor = isinstance(inputs, tf.Tensor)  # not sparse, ragged or of another backend
     if not axes or not is_dense_tensor or layer.compute_dtype != "float32":
@@ -47,6 +54,20 @@ def call(
     if layer.bias is not None:
         outputs = keras.ops.add(outputs, layer.bias)
     return outputs if layer.activation is None else layer.activation(outputs)
+
+
+def _call_tied(
+    layer: Layer, low: str, original: Method, inputs: Tensor, reverse: bool = False
+) -> Tensor:
+    """Computes an embedding, whose product is that of its reverse call."""
+    has_dtype = layer.reverse_dtype is not None or layer.compute_dtype != "float32"
+    if not reverse or has_dtype or not isinstance(inputs, tf.Tensor):
+        return original(inputs, reverse=reverse)
+    weights = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
+    kernel = keras.ops.convert_to_tensor(weights)
+    logits = product(inputs, tf.transpose(kernel) if layer.tie_weights else kernel, 1, low)
+    cap = layer.logit_soft_cap
+    return logits if cap is None else cap * tf.tanh(logits / cap)
 
 
 def contracted_axes(layer: Layer) -> int:
@@ -76,9 +97,11 @@ def contracted_axes(layer: Layer) -> int:
 
 def size_of(layer: Layer) -> int:
     """Returns how many weights the product of a layer has, 0 where it cannot be low."""
-    if not has_product(type(layer)) or not layer.built or not contracted_axes(layer):
+    if not has_product(type(layer)) or not layer.built:
         return 0
-    return int(np.prod(layer.kernel.shape))
+    if isinstance(layer, _TIED):
+        return int(np.prod(layer.embeddings.shape))
+    return int(np.prod(layer.kernel.shape)) if contracted_axes(layer) else 0
 
 
 def product(inputs: Tensor, kernel: Tensor, axes: int, low: str) -> Tensor:
