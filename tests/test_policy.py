@@ -60,6 +60,10 @@ def test_copies_and_the_evaluated_repr_are_equal():
     for copied in (copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         assert copied == policy
     assert eval(repr(policy), {"Policy": tfamp.Policy}) == policy
+    sums = tfamp.Policy("mixed_float16", float32_outputs="sums")
+    assert eval(repr(sums), {"Policy": tfamp.Policy}) == sums == pickle.loads(pickle.dumps(sums))
+    assert sums != tfamp.Policy("mixed_float16")
+    assert sums.output_dtype == "float32"
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.name = "float16"
 
@@ -188,7 +192,7 @@ LAYERS, ITEMS = "float32_layers must be a sequence", "float32_layers must hold l
         *(({"float32_layers": [x]}, TypeError, ITEMS) for x in (Norm(), None, 3)),
         *(
             ({"float32_outputs": value}, TypeError, "float32_outputs must be True or False")
-            for value in (None, 1, "yes")
+            for value in (None, 1, "yes", "Sums")
         ),
     ],
 )

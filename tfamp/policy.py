@@ -8,16 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from tfamp.core import dtypes
 from tfamp.core.foreign import advice, described
 from tfamp.core.kinds import DType
-from tfamp.core.options import checked_flag, nearest
+from tfamp.core.options import nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
 _DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)
 # Preprocessing layers are cheap and take raw values that low dtypes cannot hold.
 _PREPROCESSING = ".layers.preprocessing."
+
+# The value of `float32_outputs` for float32 sums of low operands.
+FLOAT32_SUMS: Final = "sums"
 
 POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
 
@@ -38,7 +42,11 @@ class Policy:
             mixed policy, subclasses and sublayers included, in addition to BatchNormalization
             and preprocessing layers such as Normalization. The empty tuple keeps none, not even
             these.
-        float32_outputs: Whether models return float32 under a mixed policy.
+        float32_outputs: Whether models return float32 under a mixed policy: True for output
+            layers that compute in float32. "sums" for the same but for the product of a Dense or
+            EinsumDense: its operands, and those of its gradient, are low, and its sums are
+            float32 under XLA. Without XLA the forward product is float32 under "mixed_bfloat16",
+            and low and then cast under "mixed_float16". False for the low dtype.
 
     Attributes:
         name: The name, never "auto".
@@ -60,13 +68,13 @@ class Policy:
 
     name: str
     float32_layers: tuple[type | str, ...] = field(default=_DEFAULT_FLOAT32_LAYERS, kw_only=True)
-    float32_outputs: bool = field(default=True, kw_only=True)
+    float32_outputs: bool | Literal["sums"] = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         # Fields are normalized here; the dataclass is frozen for its users.
         object.__setattr__(self, "name", _resolved_name(self.name))
         object.__setattr__(self, "float32_layers", _normalised_layers(self.float32_layers))
-        checked_flag("float32_outputs", self.float32_outputs)
+        check_outputs(self.float32_outputs)
 
     @property
     def is_mixed(self) -> bool:
@@ -116,6 +124,16 @@ class Policy:
             base in self.float32_layers or base.__name__ in self.float32_layers
             for base in layer_class.__mro__
         )
+
+
+def check_outputs(value: Any) -> None:
+    """Raises a TypeError for a value of `float32_outputs` that is neither a bool nor "sums"."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == FLOAT32_SUMS):
+        return
+    raise TypeError(
+        f"float32_outputs must be True or False, or {FLOAT32_SUMS!r} for low operands of the "
+        f"products of output layers; got {value!r}."
+    )
 
 
 def prepares_data(layer_class: type) -> bool:

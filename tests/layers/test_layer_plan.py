@@ -49,6 +49,15 @@ def test_equal_facts_have_equal_plans_and_each_fact_changes_what_it_says():
         assert getattr(plan_layer(facts, "hidden"), field) != expected, name
 
 
+def test_only_products_of_output_layers_are_low_and_only_if_the_policy_says_so():
+    facts = dataclasses.replace(DENSE, low_products=True, has_product=True)
+    assert plan_layer(facts, "output").low_product == "bfloat16"
+    assert plan_layer(facts, "output").to_text().endswith("; product in bfloat16")
+    assert plan_layer(facts, "hidden").low_product == ""
+    for name in ("low_products", "has_product"):
+        assert not plan_layer(dataclasses.replace(facts, **{name: False}), "output").low_product
+
+
 def test_a_new_place_in_a_model_gives_a_new_plan(low):
     base = functional()
     head = base.get_layer("head")

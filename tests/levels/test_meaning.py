@@ -158,3 +158,57 @@ def test_split_weights_are_bfloat16(on):
     assert {weight.dtype for weight in model.trainable_weights} == {"bfloat16"}
     losses = fit(model) + fit(model)
     assert losses[1] < losses[0]
+
+
+def outputs_of_kernel(rows, columns, **arguments):
+    """The plan of the output layer of a model, prepared."""
+    inputs = keras.Input((rows,))
+    hidden = keras.layers.Dense(rows)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(columns, name="head")(hidden))
+    settings = tfamp.prepare(model, **arguments).settings
+    row = next(row for row in settings.layers if row.kind == "Dense" and "head" in row.path)
+    assert (row.compute_dtype, row.variable_dtype) == ("float32", "float32")
+    assert model.outputs[0].dtype == "float32"
+    return row.calls, "".join(settings.reasons)
+
+
+def test_output_layers_have_low_products_where_asked_and_at_auto_where_they_are_large(on):
+    on(AMPERE)
+    low = "product in bfloat16"
+    calls, reasons = outputs_of_kernel(512, 2048, level="auto")
+    assert low in calls
+    assert "float32 outputs: sums, as head multiplies by 1,048,576 weights." in reasons
+    for arguments in (
+        {"level": "auto", "columns": 2047},
+        {"level": "auto", "float32_outputs": True},
+        {"level": "auto", "keep_float32": "head"},
+        {"level": "O2"},
+    ):
+        columns = arguments.pop("columns", 2048)
+        calls, reasons = outputs_of_kernel(512, columns, **arguments)
+        assert "product in" not in calls
+        assert "sums" not in reasons
+    assert low in outputs_of_kernel(8, 3, level="O2", float32_outputs="sums")[0]
+    on(BF16_CPU)
+    with pytest.raises(ValueError, match="level 'auto' is O1 here"):
+        outputs_of_kernel(8, 3, level="auto", float32_outputs="sums")
+
+
+def test_a_level_with_low_products_computes_as_the_policy_and_can_be_taken_back():
+    def make():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
+        )
+
+    model = make()
+    before = model(X).numpy()
+    with tfamp.policy_scope(tfamp.Policy("mixed_float16", float32_outputs="sums")):
+        by_policy = make()
+    arguments = {"dtype": "float16", "float32_outputs": "sums"}
+    by_level, _ = tfamp.prepare(model, level="O2", **arguments)
+    np.testing.assert_array_equal(by_level(X), by_policy(X))
+    assert (by_level(X).numpy() != before).any()
+    assert np.abs(by_level(X) - before).max() < 2**-8 * np.abs(before).max()
+    exact, _ = tfamp.prepare(model, level="O0")
+    np.testing.assert_array_equal(exact(X), before)

@@ -24,6 +24,8 @@ def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_ch
     config = PrecisionConfig.from_dict(FULL)
     assert config.to_dict() == FULL
     assert PrecisionConfig.from_dict(config.to_dict()) == config
+    sums = {"level": "O2", "float32_outputs": "sums"}
+    assert PrecisionConfig.from_dict(sums).to_dict() == sums
     rounded = {"level": "O3", "weight_rounding": "stochastic", "slots": "bfloat16"}
     assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
     placed = {"level": "O1", "placement": "fused", "master_weights": False}
@@ -111,6 +113,14 @@ def test_dtypes_and_levels_are_read_liberally(name, given, meant):
         ({"level": "O2", "dtype": "float32"}, ValueError, "level='O0'"),
         ({"level": "O3", "weight_rounding": "split2"}, ValueError, "one of 'stochastic', 'split'"),
         ({"level": "O3", "slots": "float8"}, ValueError, "slots must be"),
+        (
+            {"float32_outputs": "Sums"},
+            TypeError,
+            "float32_outputs must be True or False, or 'sums'",
+        ),
+        ({"float32_outputs": False}, ValueError, "Give True or 'sums', level='O3'"),
+        ({"level": "O1", "float32_outputs": "sums"}, ValueError, "goes with level O2"),
+        ({"float32_outputs": "sums", "master_weights": True}, ValueError, "give one of the two"),
         ([], TypeError, "PrecisionConfig must be a dict"),
     ],
 )

@@ -137,12 +137,14 @@ class LayerFacts:
         managed: Whether a policy gives it its dtype.
         stays: Whether it stays float32 under that policy, with all that is in it.
         float32_outputs: Whether that policy makes models return float32.
+        low_products: Whether that policy lets products of output layers be low.
+        has_product: Whether its class multiplies by a kernel, and does little else.
         casts: Whether its outputs were asked to be float32 where it is the outermost model.
         low: The compute dtype of that policy.
         policy_name: The name of that policy.
         can_fuse: Whether its class has a fused kernel.
         uncast: Whether Keras must not cast its inputs, as the fused kernel takes low ones.
-        loads_under: The policy that manages it once a file says that it used the fused kernel.
+        loads_under: The policy that manages it once a file says that it did before.
     """
 
     kind: Kind = "layer"
@@ -162,6 +164,8 @@ class LayerFacts:
     managed: bool = False
     stays: bool = False
     float32_outputs: bool = False
+    low_products: bool = False
+    has_product: bool = False
     casts: bool = False
     low: str = ""
     policy_name: str = ""
@@ -189,8 +193,9 @@ class LayerPlan:
         looks_inside: Whether its first call shows what layers inside of it need.
         float32_features: Whether an InputLayer that it makes takes float32 features.
         fused: The low dtype of the fused kernel; "" without it.
+        low_product: The low dtype of its product, in an output layer that is float32 otherwise.
         outputs: What becomes of its outputs.
-        loads_under: The policy that manages it once a file says that it used the fused kernel.
+        loads_under: The policy that manages it once a file says that it did before.
     """
 
     role: Role = ""
@@ -207,6 +212,7 @@ class LayerPlan:
     looks_inside: bool = False
     float32_features: bool = False
     fused: str = ""
+    low_product: str = ""
     outputs: Outputs = "own"
     loads_under: Policy | None = None
 
@@ -241,6 +247,7 @@ class LayerPlan:
             "float32 losses": self.float32_losses,
             "all in it float32": bool(self.float32_sublayers),
             outputs.get(self.outputs, ""): self.outputs in outputs,
+            f"product in {self.low_product}": bool(self.low_product),
         }
         return "; ".join(text for text, holds in said.items() if holds)
 
@@ -286,6 +293,7 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
     fused = facts.low if facts.managed and facts.can_fuse else ""
     inputs = _inputs(facts, inside, angles)
     low_role = role in ("", "hidden")
+    low_product = role == "output" and facts.low_products and facts.has_product
     return LayerPlan(
         role=role,
         policy=(facts.policy_name if low_role else "float32") if facts.managed else "",
@@ -301,6 +309,7 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
         looks_inside=protected and facts.holds_layers,
         float32_features=protected and facts.kind == "sequential",
         fused=fused,
+        low_product=facts.low if low_product else "",
         outputs=_outputs(facts, fused),
         loads_under=facts.loads_under,
     )

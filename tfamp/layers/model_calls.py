@@ -33,7 +33,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
-from tfamp.layers import fused_norms, layer_dtypes, model_roles
+from tfamp.layers import fused_norms, layer_dtypes, low_products, model_roles
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.layer_plan import (
     Assignment,
@@ -47,7 +47,7 @@ from tfamp.layers.layer_plan import (
 )
 from tfamp.layers.layer_record import graph_of, managed_by, note, record_of
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
-from tfamp.policy import Policy, prepares_data
+from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
 
 
 class _Call(NamedTuple):
@@ -176,6 +176,8 @@ def _facts_of(layer: Layer) -> LayerFacts:
         holds_layers=not _holds_no_layers(layer),
         runs_user_code=not (is_built_in(layer) or isinstance(layer, keras.Sequential)),
         can_fuse=fused_norms.can_fuse(type(layer)),
+        # A `call` that was replaced in this layer alone may compute anything.
+        has_product=low_products.has_product(type(layer)) and "call" not in vars(layer),
     )
 
 
@@ -201,14 +203,17 @@ def _rule_of(layer: Layer) -> tuple[type[Layer], _Rule] | None:
 
 def _ask(layer: Layer, **changes: Any) -> None:
     """Changes the facts of a layer, and wraps the methods that its plan then needs."""
-    facts = record_of(layer).facts or _facts_of(layer)
-    note(layer, facts=dataclasses.replace(facts, **changes))
+    facts = dataclasses.replace(record_of(layer).facts or _facts_of(layer), **changes)
+    note(layer, facts=facts)
     plan = plan_of(layer)
     if plan is None:
         return
+    # A later place in a model makes it an output layer, which asks for nothing then.
+    plans = (plan, plan_layer(facts, "output")) if plan.role else (plan,)
     for name in _STEPS:
         method = keras_hooks.first_method_of_call(layer) if name == _FIRST else name
-        if _steps(plan, name) and not is_wrapped_by(layer, method, _interpreted):
+        is_needed = any(_steps(each, name) for each in plans)
+        if is_needed and not is_wrapped_by(layer, method, _interpreted):
             wrap_method(layer, method, functools.partial(_interpreted, layer, name))
     if not plan.autocast and record_of(layer).autocast is None:
         note(layer, autocast=layer.autocast)
@@ -436,15 +441,18 @@ def manage(layer: Layer, policy: Policy, assignment: Assignment) -> None:
         # Its own graph, once it is known, manages a Functional.
         managed=not isinstance(layer, keras_hooks.functional_class()),
         stays=assignment.policy_name == "float32" and not can_fuse,
-        float32_outputs=policy.float32_outputs,
+        float32_outputs=bool(policy.float32_outputs),
+        low_products=policy.float32_outputs == FLOAT32_SUMS,
         low=policy.compute_dtype,
         policy_name=policy.name,
     )
 
 
 def manage_once_loaded(layer: Layer, policy: Policy) -> None:
-    """Manages a layer of a dtype of its own if a file says that it used the fused kernel."""
-    if fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer)):
+    """Manages a layer of a dtype of its own if a file says that the policy managed it."""
+    fused = fused_norms.can_fuse(type(layer)) and policy.keeps_float32(type(layer))
+    has_sums = policy.float32_outputs == FLOAT32_SUMS
+    if fused or (has_sums and low_products.has_product(type(layer))):
         _ask(layer, loads_under=policy)
 
 
@@ -674,22 +682,28 @@ def _set_sublayers_float32(layer: Layer, policy_name: str | None) -> None:
         _set_sublayers_float32(sublayer, policy_name)
 
 
-def _fused(step: Callable[..., Any]) -> _Step:
-    """A step of `fused_norms`, with the low dtype of the policy that manages the layer."""
+def _with_low(step: Callable[..., Any]) -> _Step:
+    """A step that takes the low dtype of the policy that manages the layer, too."""
 
     def run(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Any:
-        plan = plan_of(layer)
-        return step(layer, "" if plan is None else plan.fused, original, *args, **kwargs)
+        facts = record_of(layer).facts
+        return step(layer, "" if facts is None else facts.low, original, *args, **kwargs)
 
     return run
 
 
 def _load(layer: Layer, original: Method, config: dict[str, Any]) -> None:
-    """Builds a layer as a file says, by the fused kernel if it used that when it was saved."""
-    facts = record_of(layer).facts
-    policy = None if facts is None else facts.loads_under
-    if policy is not None and fused_norms.was_fused(config, policy.compute_dtype):
-        manage(layer, policy, assignment_under(layer, policy, "policy"))
+    """Builds a layer as a file says; one that a policy managed when it was saved is again."""
+    plan = plan_of(layer)
+    policy = None if plan is None else plan.loads_under
+    if policy is not None:
+        _ask(layer, loads_under=None)  # it has the plan of a layer that was not loaded
+        was_low = low_products.was_low(config, policy.compute_dtype)
+        if was_low:
+            # The file says float32, as it made an output; its model makes it so again.
+            layer_dtypes.give_policy(layer, policy.name)
+        if was_low or fused_norms.was_fused(config, policy.compute_dtype):
+            manage(layer, policy, assignment_under(layer, policy, "policy"))
     original(config)
 
 
@@ -701,12 +715,13 @@ _FIRST = "first"
 _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "call": (
         (_turn_in_float32, lambda plan: plan.turns_positions),
+        (_with_low(low_products.call), lambda plan: bool(plan.low_product)),
         (_guard, lambda plan: plan.guarded),
         (_note_outputs, lambda plan: plan.regularized_in_float32),
         (_look_up_exactly, lambda plan: plan.inputs == "ids"),
         (_compute_in_float32, lambda plan: bool(plan.float32_inside)),
         (_cast_and_remember, lambda plan: plan.inputs == "lowered"),
-        (_fused(fused_norms.call), lambda plan: bool(plan.fused)),
+        (_with_low(fused_norms.call), lambda plan: bool(plan.fused)),
         (_run_in_float32, lambda plan: bool(plan.float32_sublayers)),
         (_call_functional, lambda plan: plan.outputs == "part"),
         (_as_part, lambda plan: plan.outputs == "part or outermost"),
@@ -715,7 +730,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "quantized_call": ((_guard, lambda plan: plan.guarded),),
     "compute_output_spec": (
         (_forget_outputs, lambda plan: plan.regularized_in_float32),
-        (_fused(fused_norms.compute_output_spec), lambda plan: bool(plan.fused)),
+        (_with_low(fused_norms.compute_output_spec), lambda plan: bool(plan.fused)),
         (_spec_of, lambda plan: plan.outputs == "part"),
         (_spec_of_outermost, lambda plan: plan.outputs in _OUTERMOST),
     ),
@@ -729,7 +744,10 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "build_from_config": ((_load, lambda plan: plan.loads_under is not None),),
     "pop": ((_pop, lambda plan: plan.outputs == "part or outermost"),),
     "get_config": ((_get_config, lambda plan: plan.outputs == "part or outermost"),),
-    "get_build_config": ((_fused(fused_norms.get_build_config), lambda plan: bool(plan.fused)),),
+    "get_build_config": (
+        (_with_low(fused_norms.get_build_config), lambda plan: bool(plan.fused)),
+        (_with_low(low_products.get_build_config), lambda plan: bool(plan.low_product)),
+    ),
     "symbolic_call": ((_call_symbolically, lambda plan: plan.outputs in _OUTERMOST),),
     "export": ((_export, lambda plan: plan.outputs in _OUTERMOST),),
 }

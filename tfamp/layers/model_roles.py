@@ -232,7 +232,7 @@ def _follow_places(layer: Layer) -> None:
         usual.role,
         makes_outputs=bool(places.output_of),
         is_interior=bool(places.interior_of),
-        float32_outputs=assignment.policy.float32_outputs,
+        float32_outputs=bool(assignment.policy.float32_outputs),
     )
     if (role == "output") == bool(places.raised):
         return

@@ -132,7 +132,8 @@ def _fastest_level(report: TuneReport, config: PrecisionConfig) -> EffectiveLeve
     fastest = report.chosen
     name = {FLOAT32: "O0", "O2": "O2"}.get(fastest.candidate, "O1")
     placement = fastest.candidate if name == "O1" else None
-    concrete = dataclasses.replace(config, level=name, placement=placement)
+    outputs = config.float32_outputs if name == "O2" else None
+    concrete = dataclasses.replace(config, level=name, placement=placement, float32_outputs=outputs)
     level = effective_level(concrete, hardware.detect())
     times = time_text(fastest.seconds)
     if name != "O0":

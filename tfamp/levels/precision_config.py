@@ -15,13 +15,14 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tfamp.core import options
 from tfamp.core.dtypes import given_low_dtype
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.core.options import GradClip, checked_scale
 from tfamp.levels import foreign_settings
+from tfamp.policy import FLOAT32_SUMS, check_outputs
 
 # How each level works.
 LEVELS = {
@@ -35,6 +36,7 @@ _GOES_WITH = {
     "master_weights": (("O2", "O3"), "has float32 weights"),
     "weight_rounding": (("O2", "O3"), "has float32 weights"),
     "placement": (("O1",), "rewrites no graph"),
+    "float32_outputs": (("O2",), "gives layers no policies with float32 outputs"),
 }
 _WORDS = {
     "placement": options.PLACEMENTS,
@@ -74,6 +76,8 @@ class PrecisionConfig:
         weight_rounding: "stochastic" or "split" to store weights in the low dtype without
             copies, as `LossScaleOptimizer` does.
         slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".
+        float32_outputs: At level O2 True or "sums", as for `Policy`. None is True, and with
+            level "auto" "sums" for models with a large output layer.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -93,6 +97,7 @@ class PrecisionConfig:
     placement: str | None = None
     weight_rounding: str | None = None
     slots: str | None = None
+    float32_outputs: bool | Literal["sums"] | None = None
 
     def __post_init__(self) -> None:
         checked = {
@@ -112,6 +117,24 @@ class PrecisionConfig:
         if self.level != "auto":
             check_level(self, self.level, f"level {self.level!r}")
         options.resolve_weight_rounding(self.weight_rounding, self.slots, self.master_weights)
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        if self.float32_outputs is None:
+            return
+        check_outputs(self.float32_outputs)
+        if self.float32_outputs is False:
+            raise ValueError(
+                "float32_outputs=False is a policy's: level O2 returns float32. Give True or "
+                f"{FLOAT32_SUMS!r}, level='O3' for outputs in the low dtype, or build the model "
+                "under tfamp.Policy(name, float32_outputs=False)."
+            )
+        stored_low = self.master_weights or self.weight_rounding
+        if self.float32_outputs == FLOAT32_SUMS and stored_low:
+            raise ValueError(
+                f"float32_outputs={FLOAT32_SUMS!r} goes with float32 weights, and master_weights "
+                "and weight_rounding store low ones: give one of the two."
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionConfig:

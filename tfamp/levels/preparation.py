@@ -9,12 +9,13 @@ float32.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -28,7 +29,7 @@ from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.interop.tf_private import xla_works
-from tfamp.layers import layer_dtypes, model_roles
+from tfamp.layers import layer_dtypes, low_products, model_roles
 from tfamp.layers.layer_plan import Assignment, Before, assigned_to_copy
 from tfamp.layers.layer_record import assignment_of, note
 from tfamp.layers.model_calls import assignment_under, cast_outermost, manage, protect_values
@@ -42,7 +43,7 @@ from tfamp.levels.precision_config import PrecisionConfig, with_arguments
 from tfamp.levels.precision_settings import PrecisionSettings, settings_of
 from tfamp.levels.rewritten_steps import Rewrite, rewrite_steps_of, step_options
 from tfamp.machine import hardware
-from tfamp.policy import Policy, prepares_data
+from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
 from tfamp.rewriting.measured_runs import FUSED
 
 
@@ -65,6 +66,11 @@ class _Record:
 
 
 _prepared: WeakMap[_Record] = WeakMap()
+
+
+# Weights of an output layer from which on level "auto" multiplies low: 512 units by 2048 words.
+# Below, casts cost about what a faster product saves.
+_LARGE_PRODUCT = 2**20
 
 
 class _Pair(NamedTuple):
@@ -105,6 +111,7 @@ def prepare(
     placement: str | None = None,
     weight_rounding: str | None = None,
     slots: str | None = None,
+    float32_outputs: bool | Literal["sums"] | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     example_batch: Any = None,
 ) -> Prepared:
@@ -151,6 +158,9 @@ def prepare(
             level O2 or O3 without float32 copies, and rounds updates so that none is lost;
             see `LossScaleOptimizer`.
         slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".
+        float32_outputs: At level O2, True for output layers that compute in float32, or "sums"
+            for low operands of their products, as for `Policy`. None is True; with level "auto"
+            it is "sums" where an output layer multiplies by 2 ** 20 weights or more.
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
         example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train
             step of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the
@@ -194,11 +204,13 @@ def prepare(
         placement=placement,
         weight_rounding=weight_rounding,
         slots=slots,
+        float32_outputs=float32_outputs,
     )
     old_optimizer = prepared_optimizer.read_optimizer(model, optimizer)
     level_here = effective_level(checked_config, hardware.detect())
-    effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
     kept = tuple(select(layers_of(model)[1:], checked_config.keep_float32, "keep_float32"))
+    level_here = _with_automatic_outputs(model, level_here, kept)
+    effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
     if example_batch is not None:
         _check_stored_in_float32(model, checked_config)
         effective = measured_level(model, effective, kept, example_batch, _put_level_on)
@@ -299,12 +311,35 @@ def _put_level_on(
     if level.level == "O2":
         # Layers of these classes stay float32 if made later, too.
         classes = [value for value in level.config.keep_float32 if isinstance(value, type)]
-        policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
+        policy = Policy(
+            f"mixed_{level.dtype}",
+            float32_layers=("BatchNormalization", *classes),
+            float32_outputs=level.config.float32_outputs or True,
+        )
         level_assignments.apply_policy(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
     options = step_options(level.dtype, _placement(model, level.config))
     return rewrite_steps_of(model, options, kept)
+
+
+def _with_automatic_outputs(
+    model: Model, level: EffectiveLevel, kept: Iterable[Layer]
+) -> EffectiveLevel:
+    """Returns a level with low products of large output layers, if it is automatic."""
+    config = level.config
+    is_open = config.level == "auto" and config.float32_outputs is None
+    if not is_open or level.level != "O2" or level.low_weights:
+        return level
+    kept_ids = set(map(id, layers_of(*kept)))
+    layers = [x for x in model_structure.output_layers_of(model) if id(x) not in kept_ids]
+    sizes = {layer.name: low_products.size_of(layer) for layer in layers}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    if sizes.get(name, 0) < _LARGE_PRODUCT:
+        return level
+    reason = f"float32 outputs: sums, as {name} multiplies by {sizes[name]:,} weights."
+    with_sums = dataclasses.replace(config, float32_outputs=FLOAT32_SUMS)
+    return dataclasses.replace(level, config=with_sums, reasons=(*level.reasons, reason))
 
 
 def _placement(model: Model, config: PrecisionConfig) -> str:
