@@ -4,11 +4,11 @@ An output layer is float32: its bias, its activation and what it returns. Of its
 the product of inputs and kernel takes long, and with a large vocabulary longer than all other
 layers. Here the operands of that product, and of the two products of its gradient, are low.
 
-The forward sums stay float32: rounding logits to bfloat16 changes the loss 30 to 700 times as
-much as all hidden layers together. XLA has a product of low operands with float32 results.
-TensorFlow has no such kernel. Without XLA the forward product of a bfloat16 policy therefore
-stays float32; float16 has eight times as many steps, and its product is rounded once. The
-results of the backward products are rounded, like those of hidden layers.
+The forward sums stay float32: rounding logits to bfloat16 changes the loss of small transformers
+30 to 700 times as much as all hidden layers together. XLA has a product of low operands with
+float32 results. TensorFlow has no such kernel. Without XLA the forward product of a bfloat16
+policy therefore stays float32; float16 has eight times as many steps, and its product is rounded
+once. The results of the backward products are rounded, like those of hidden layers.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _prepared: WeakMap[_Record] = WeakMap()
 
 
 # Weights of an output layer from which on level "auto" multiplies low: 512 units by 2048 words.
-# Below, casts cost about what a faster product saves.
+# Below, a product is too short to matter in a step.
 _LARGE_PRODUCT = 2**20
 
 
