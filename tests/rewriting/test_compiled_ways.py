@@ -113,6 +113,25 @@ def test_a_train_step_with_its_optimizer_is_compiled_and_the_state_is_as_before(
     assert is_compiled(report.best, x, y)
 
 
+def test_random_numbers_that_xla_draws_otherwise_are_named(x, timed):
+    timed.update({"float32": 2.0, "float32_xla": 1.0})
+    keras.utils.set_random_seed(0)
+    dropout = keras.layers.Dropout(0.5)
+    report = tfamp.tune(lambda x: dropout(x, training=True), x, candidates=["xla"], **OPTIONS)
+    assert report.redrawn
+    assert all("Random" in op for op in report.redrawn)
+    assert f"XLA draws other numbers for {report.redrawn[0]}" in report.to_text()
+    bound = tfamp.tune(
+        lambda x: dropout(x, training=True), x, candidates=["xla"], max_error=0.1, **OPTIONS
+    )
+    assert bound.chosen.candidate == "float32"
+    # The layer's generator is as before.
+    seeds = [np.asarray(each) for each in dropout.variables]
+    tfamp.tune(lambda x: dropout(x, training=True), x, candidates=["xla"], **OPTIONS)
+    for variable, seed in zip(dropout.variables, seeds, strict=True):
+        np.testing.assert_array_equal(variable, seed)
+
+
 def by_python(x):
     return tf.py_function(lambda value: 2 * value, [x], tf.float32)
 

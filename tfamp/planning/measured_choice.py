@@ -35,7 +35,7 @@ def fastest(
         noise: As `noise_of` returns it; None to find it in these times.
 
     Example:
-        >>> fastest({"fused": [1.0, 1.02], "lists": [0.99, 1.01]}, "fused")
+        >>> fastest({"fused": [1.0, 1.02], "lists": [0.97, 1.03]}, "fused")
         'fused'
         >>> fastest({"fused": [1.0, 1.02], "lists": [0.8, 0.83]}, "fused")
         'lists'

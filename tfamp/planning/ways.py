@@ -141,7 +141,7 @@ def incumbent_of(ways: Iterable[Way], *, is_native: bool, device: str) -> Way:
         ['fused', 'float32']
     """
     there = tuple(ways)
-    low = (Way(FUSED), Way("min_cut"))
+    low: tuple[Way, ...] = (Way(FUSED), Way("min_cut"))
     if device != "cpu":
         low = (Way(POLICY, True), Way(POLICY), Way("min_cut", True), *low)
     floats = (Way(FLOAT32),) if device == "cpu" else (Way(FLOAT32, True), Way(FLOAT32))

@@ -86,6 +86,7 @@ class Choice(NamedTuple):
     left_out: tuple[str, ...] = ()
     incumbent: str = FLOAT32
     noise: float = math.nan
+    redrawn: tuple[str, ...] = ()
     source: str = "measured now"
 
 
@@ -101,13 +102,11 @@ def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
         names = set(candidates)
         (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
         source = f"measured before, kept in {path}"
-        dropped, unseeded, left_out = (
-            tuple(fields[name]) for name in ("dropped", "unseeded", "left_out")
-        )
+        names_of = ("dropped", "unseeded", "left_out", "redrawn")
+        lists = {name: tuple(map(str, fields[name])) for name in names_of}
         incumbent, noise = str(fields["incumbent"]), float(fields["noise"])
-        choice = Choice(
-            rows, int(fields["rounds"]), dropped, unseeded, left_out, incumbent, noise, source
-        )
+        rounds = int(fields["rounds"])
+        choice = Choice(rows, rounds, incumbent=incumbent, noise=noise, source=source, **lists)
         with contextlib.suppress(OSError):  # Another user's, or in a read-only folder.
             os.utime(path)  # It is in use, so `_delete_unused` deletes others first.
         return choice

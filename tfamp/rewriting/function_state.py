@@ -93,6 +93,12 @@ def op_counts(trace: Trace) -> Counter[str]:
     return Counter(node.op for node in Graph(trace.graph.as_graph_def()).nodes)
 
 
+def drawing_ops(traces: Iterable[Trace]) -> tuple[str, ...]:
+    """Returns the types of ops that draw random numbers, which XLA draws by other algorithms."""
+    found = {op for trace in traces for op in ops_of(trace) if "Random" in op}
+    return tuple(sorted(op for op in found if "RandomGet" not in op))
+
+
 def random_ops(trace: Trace) -> list[tuple[str, int, int]]:
     """Returns the ops of a concrete function that keep a random state, which is never restored.
 

@@ -401,7 +401,9 @@ def choice_of(
     rounds = max(len(run.times) for run in timed)
     reasons = tuple(f"{name}: {reason}" for name, reason in left_out.items())
     incumbent_name = incumbent.name if incumbent.name in first.names else FLOAT32
-    return Choice(rows, rounds, dropped, unseeded, reasons, incumbent_name, noise)
+    compiled = [run.trace for run in timed if run.way.is_compiled]
+    redrawn = function_state.drawing_ops(compiled)
+    return Choice(rows, rounds, dropped, unseeded, reasons, incumbent_name, noise, redrawn)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

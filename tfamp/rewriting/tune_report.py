@@ -75,6 +75,8 @@ class TuneReport:
         incumbent: The candidate that is chosen unless another one is faster by more than the
             noise: the one that level "auto" of `prepare` means, else "float32".
         noise: Standard deviation of a round's ratio of two times; NaN if it is not known.
+        redrawn: Types of ops that draw other random numbers if XLA compiles them, which counts as
+            an error of these candidates.
         best: The function to use from now on. If float32 is chosen, it is the function itself,
             as a `tf.function`; if XLA compiles it as a whole, it has `jit_compile=True`.
 
@@ -99,6 +101,7 @@ class TuneReport:
     left_out: tuple[str, ...] = ()
     incumbent: str = FLOAT32
     noise: float = math.nan
+    redrawn: tuple[str, ...] = ()
     best: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -161,6 +164,12 @@ class TuneReport:
             yield (
                 "float32 returns no float tensor with finite values, so the errors are "
                 "unknown: have the function return the results to judge it by"
+            )
+        if self.redrawn:
+            yield (
+                f"XLA draws other numbers for {', '.join(self.redrawn)}, and errors of what it "
+                "compiles as a whole include that: judge them by a function without, such as "
+                "one with training=False"
             )
         if self.unseeded:
             yield (
