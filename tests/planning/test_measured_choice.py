@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tfamp.planning.measured_choice import LEAST_NOISE, fastest, leads, noise_of
+from tfamp.planning.measured_choice import LEAST_NOISE, UNKNOWN_NOISE, fastest, leads, noise_of
 
 AUTO = "fused"
 
@@ -59,16 +59,17 @@ def test_a_lead_above_the_noise_replaces_it(noise, count, most):
         ([0.5, 0.5, 3.0, 0.5, 0.5], "lists"),
         ([0.8, 1.1], AUTO),
         ([0.5], "lists"),
+        ([0.95], AUTO),
     ],
 )
 def test_a_lead_counts_in_three_quarters_of_the_rounds(times, chosen):
     assert fastest({AUTO: [1.0] * len(times), "lists": times}, AUTO) == chosen
 
 
-def test_slow_phases_are_not_noise_and_single_rounds_have_the_least():
+def test_slow_phases_are_not_noise_and_that_of_a_single_round_is_unknown():
     slow = {AUTO: [1.0, 3.0, 1.0], "lists": [0.9, 2.7, 0.9]}
     assert noise_of(slow, AUTO) == LEAST_NOISE
-    assert noise_of({AUTO: [1.0], "lists": [0.5]}, AUTO) == LEAST_NOISE
+    assert noise_of({AUTO: [1.0], "lists": [0.5]}, AUTO) == UNKNOWN_NOISE
     assert leads(slow["lists"], slow[AUTO], LEAST_NOISE)
     # Ways that were given up are compared in the rounds that both have.
     assert fastest({AUTO: [1.0, 1.0], "lists": [0.9, 0.9, 0.1]}, AUTO) == "lists"

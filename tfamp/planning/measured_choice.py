@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 # A lead of less is noise even if no run shows it: layouts of memory differ from process to
 # process. A choice.
 LEAST_NOISE = 0.01
+# Noise where it cannot be seen, in a single round: that of medians on a machine that is not idle.
+UNKNOWN_NOISE = 0.08
 # Standard deviations of the mean that a lead must exceed: a choice. With 1 a way that is not
 # faster wins in one case of six, and one whose lead equals the noise of a round still wins.
 _DEVIATIONS = 1.0
@@ -59,7 +61,7 @@ def noise_of(times: Mapping[str, Sequence[float]], incumbent: str) -> float:
             ratios = _log_ratios(own, times[incumbent])
             changes += [abs(b - a) for a, b in zip(ratios, ratios[1:], strict=False)]
     if not changes:
-        return LEAST_NOISE
+        return UNKNOWN_NOISE
     return max(_NORMAL * statistics.median(changes) / math.sqrt(2), LEAST_NOISE)
 
 

@@ -131,6 +131,7 @@ class Run:
     way: Way
     why_not: str = ""
     error: float = math.nan
+    was_called: bool = False
     first: float = 0.0
     repeats: int = 0
     times: list[float] = field(default_factory=list)
@@ -216,8 +217,12 @@ def measured(
             state.restore()
             state.note(run.trace)
             called = time.monotonic()
-            if run.way.is_compiled and run.way != incumbent and called - begin > limits.seconds:
-                run.why_not = f"it would have compiled after seconds={limits.seconds:g}"
+            spent = sum(each.first for each in runs if each.way.is_compiled and each.was_called)
+            if run.way.is_compiled and run.way != incumbent and spent > limits.seconds:
+                run.why_not = (
+                    f"others that XLA compiles took {spent:.1f} s, longer than "
+                    f"seconds={limits.seconds:g}"
+                )
                 return
             try:
                 outputs = _float_tensors(run.trace(*args))
@@ -229,7 +234,7 @@ def measured(
                 return
             run.first += time.monotonic() - called
             references.extend(outputs if run is runs[0] else ())
-            run.error = output_error(outputs, references)
+            run.error, run.was_called = output_error(outputs, references), True
             bar.add(1)
 
     def graphs() -> Iterator[Run]:
@@ -247,7 +252,7 @@ def measured(
         order = [candidate.name for candidate in candidates]
         runs.sort(key=lambda run: order.index(run.names[0]))
         with tf.init_scope():  # A tape around it must not record the runs.
-            for run in itertools.chain.from_iterable(_rounds(runs, begin, limits)):
+            for run in itertools.chain.from_iterable(_rounds(runs, begin, limits, incumbent)):
                 state.restore()
                 _time(run, state.restore)
                 timings += 1
@@ -345,9 +350,13 @@ def _first_line(error: tf.errors.OpError) -> str:
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
-def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Sequence[Run]]:
+def _rounds(
+    runs: Sequence[Run], begin: float, limits: Limits, incumbent: Way
+) -> Iterator[Sequence[Run]]:
     """Yields the runs of each round: twice all, then those that may still be the fastest."""
-    longest_first_call = runs[0].first + max(limits.seconds, _LEAST_LIMIT)
+    usual = next((run for run in runs if incumbent.name in run.names), runs[0])
+    # The usual way compiles for as long without tune.
+    longest_first_call = max(runs[0].first, usual.first) + max(limits.seconds, _LEAST_LIMIT)
     timed = [run for run in runs if run.first <= longest_first_call]
     float32, number = timed[0], 0  # Of rounds that count.
     for _ in range(limits.rounds):
@@ -357,7 +366,7 @@ def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Seque
             is_late = time.monotonic() - begin > end
             if number > 1 or is_late:
                 candidates = _still_open(timed, number, limits.max_error)
-            if len(candidates) == 1 or (is_late and (number > 1 or float32 not in candidates)):
+            if len(candidates) == 1 or (is_late and (number > 1 or usual not in candidates)):
                 return
         yield candidates
         number += 1

@@ -112,9 +112,10 @@ def tune(
         max_error: Largest error of the outputs against float32's for a candidate to be chosen;
             see `TuneRow.error`. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
-        seconds: After so many no round begins, except the first, and the second where float32
-            may be the fastest, and no further candidate is compiled as a whole. A candidate is
-            dropped if its trace and first call take this much longer than float32's.
+        seconds: After so many no round begins, except the first, and the second where float32,
+            or what level "auto" takes, may be the fastest. No further candidate is compiled as a
+            whole once these took so long. A candidate is dropped if its trace and first call
+            take this much longer than float32's and those of what level "auto" takes.
 
     Returns:
         The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
