@@ -142,11 +142,16 @@ def verdict(report: tfamp.TuneReport) -> str:
     """Returns a sentence that compares the chosen candidate with float32."""
     wide, chosen = report.rows[0], report.chosen
     times = f"float32 {1e3 * wide.seconds:.1f} ms"
+    if chosen.candidate == "xla":
+        return (
+            f"{times}, compiled by XLA {1e3 * chosen.seconds:.1f} ms: {report.dtype} does not pay "
+            "here; keep float32, with tf.function(jit_compile=True)."
+        )
     if not chosen.low_nodes or chosen.quartiles[1] >= wide.quartiles[0]:
         return f"{times}: {report.dtype} does not pay here, or no more than by noise; keep float32."
     return (
         f"{times}, tfamp's best way {1e3 * chosen.seconds:.1f} ms:\n{report.speed_up:.2f} times as"
-        f" fast, with tfamp.rewrite(dtype={report.dtype!r}, placement={chosen.candidate!r})."
+        f" fast, by {chosen.candidate} in {report.dtype}: report.best is that step."
     )
 
 
@@ -164,7 +169,9 @@ def plot(curves: dict[str, list[float]], report: tfamp.TuneReport, path: str) ->
     left.set(title="A CNN on digits", xlabel="epoch", ylabel="training accuracy, %")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(loc="lower right")
-    names = [f"{row.candidate}, {report.dtype}" for row in report.rows]
+    names = [
+        f"{row.candidate}, {report.dtype if row.low_nodes else 'float32'}" for row in report.rows
+    ]
     names[0] = "float32"
     times = [1e3 * row.seconds for row in report.rows]
     colors = ["tab:green" if row.chosen else "tab:gray" for row in report.rows]

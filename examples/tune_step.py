@@ -1,6 +1,6 @@
 """Measures whether low precision makes a train step faster here, and keeps the fastest way.
 
-`tfamp.tune` alternates the step in float32 and rewritten in each placement, on a real batch. Model,
+`tfamp.tune` alternates the step in float32, rewritten and compiled, on a real batch. Model,
 optimizer and random numbers are unchanged afterwards. Training continues with the fastest, which is
 float32 if nothing is faster.
 

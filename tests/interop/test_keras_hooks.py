@@ -227,6 +227,19 @@ def test_private_compile_arguments_and_optimizer():
     assert arguments["optimizer"] is first
 
 
+def test_private_jit_compile_of_a_compiled_model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert keras_hooks.automatic_jit_compile(model) == model.jit_compile
+    given = not model.jit_compile
+    model.compile("sgd", "mse", jit_compile=given)
+    assert keras_hooks.automatic_jit_compile(model) != given
+    assert model.jit_compile == given, "it stays compiled as it is"
+    keras_hooks.set_jit_compile(model, not given)
+    assert model.jit_compile != given
+    assert model.get_compile_config()["jit_compile"] != given
+
+
 def test_a_missing_symbol_says_which_and_what_to_install(monkeypatch):
     message = f"_no_such.* is not in Keras {keras.__version__}; tfamp was tested with Keras 3"
     with pytest.raises(tfamp.UnsupportedVersionError, match=message):

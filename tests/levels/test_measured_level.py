@@ -135,3 +135,109 @@ def test_what_cannot_be_measured_is_refused():
     low, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
     with pytest.raises(ValueError, match=r"leave example_batch out.*prepare\(model, level='O0'\)"):
         tfamp.prepare(low, level="auto", example_batch=example())
+
+
+# ---- Steps that XLA compiles ---------------------------------------------------------------------
+
+
+def dense(**options):
+    """A compiled model without convolutions, and a batch."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **options})
+    generator = np.random.default_rng(0)
+    return model, [generator.standard_normal((16, n)).astype("float32") for n in (8, 2)]
+
+
+def is_compiled(function, *args):
+    return function.get_concrete_function(*args).function_def.attr["_XlaMustCompile"].b
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Fakes times: what XLA compiles takes 1 s, and the rest the seconds of the list."""
+    seconds = [2.0]
+
+    def together(call, count):
+        call()
+        return 1.0 if is_compiled(call.func, *call.args) else seconds[0]
+
+    monkeypatch.setattr(measured_runs, "together", together)
+    return seconds
+
+
+def test_prepare_has_xla_compile_the_steps_where_that_is_the_fastest(compiled):
+    model, batch = dense()
+    before = arrays(model)
+    prepared = tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=batch)
+    settings = prepared.settings
+    assert arrays(model) == before
+    assert (settings.level, settings.jit_compile, model.jit_compile) == ("O0", True, True)
+    assert "jit_compile: True, as steps are faster if XLA compiles them." in str(settings)
+    assert "a step takes 1000 ms (xla), and 2000 ms in float32" in str(settings)
+    other, _ = dense()
+    for each in (model, other):
+        each.fit(*batch, batch_size=16, epochs=2, verbose=0)
+    for mine, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    # A custom loop gets the same, unless its author has chosen.
+    step = settings.rewrite(lambda x: model(x))
+    assert is_compiled(step, batch[0])
+    assert is_compiled(settings.rewrite(tf.function(lambda x: model(x))), batch[0])
+    chosen = tf.function(lambda x: model(x), jit_compile=False)
+    assert settings.rewrite(chosen) is chosen
+    np.testing.assert_allclose(step(batch[0]), model.predict(batch[0], verbose=0), rtol=1e-5)
+
+
+def test_the_measured_jit_compile_lasts_until_the_user_chooses_or_another_level(compiled):
+    model, batch = dense()
+    options = {"level": "auto", "dtype": "bfloat16", "example_batch": batch}
+    tfamp.prepare(model, **options)
+    model.compile("sgd", "mse")
+    assert (model.jit_compile, tfamp.precision_settings(model).jit_compile) == (True, True)
+    assert model.get_compile_config()["jit_compile"]
+    compiled[0] = 0.5
+    again = tfamp.prepare(model, **options).settings
+    assert (model.jit_compile, again.jit_compile) == (False, False)
+    assert "jit_compile: False, as no step that XLA compiles is faster." in str(again)
+    compiled[0] = 2.0
+    tfamp.prepare(model, **options)
+    assert model.jit_compile
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    assert (model.jit_compile, tfamp.precision_settings(model).jit_compile) == (False, None)
+    tfamp.prepare(model, **options)
+    low, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
+    assert (model.jit_compile, low.jit_compile) == (True, False)
+    model.compile("sgd", "mse", jit_compile=False)
+    assert (model.jit_compile, tfamp.precision_settings(model).jit_compile) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"jit_compile": True}, "xla: the model was compiled with jit_compile=True."),
+        ({"run_eagerly": True}, "xla: the model was compiled with run_eagerly=True."),
+    ],
+)
+def test_a_value_of_the_user_is_kept(options, reason, compiled):
+    model, batch = dense(**options)
+    given = model.jit_compile
+    prepared = tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=batch)
+    assert model.jit_compile == given
+    assert prepared.settings.jit_compile is None
+    assert f"not measured: {reason}" in str(prepared.settings)
+
+
+def test_layers_without_xla_and_inputs_of_any_shape_are_not_compiled(compiled):
+    model, batch = dense()
+    model.layers[0].supports_jit = False
+    prepared = tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=batch)
+    assert "supports_jit=False" in str(prepared.settings)
+    layers = [keras.Input((None, 8)), keras.layers.Dense(2)]
+    varying = keras.Sequential(layers)
+    varying.compile("sgd", "mse")
+    batch = [np.ones((4, 3, n), "float32") for n in (8, 2)]
+    prepared = tfamp.prepare(varying, level="auto", dtype="bfloat16", example_batch=batch)
+    assert "the shapes of inputs may vary" in str(prepared.settings)
+    assert not varying.jit_compile

@@ -429,6 +429,24 @@ def compile_arguments(model: Model) -> dict[str, Any]:
     return dict(keras_symbol(keras_symbol(model, "_compile_config"), "config"))
 
 
+def automatic_jit_compile(model: Model) -> bool:
+    """Returns what `jit_compile="auto"` means for a model, which stays compiled as it is.
+
+    Symbol: `Trainer._resolve_auto_jit_compile`. A compiled model stores the meaning only, so
+    another value is the user's.
+    """
+    return bool(keras_symbol(model, "_resolve_auto_jit_compile")())
+
+
+def set_jit_compile(model: Model, value: bool) -> None:
+    """Makes XLA compile the steps of a compiled model, or not, also in its saved configuration.
+
+    Symbol: `Trainer._compile_config`. Compiling again would reset the metrics.
+    """
+    keras_symbol(keras_symbol(model, "_compile_config"), "config")["jit_compile"] = value
+    model.jit_compile = value
+
+
 def set_compiled_optimizer(model: Model, optimizer: Optimizer) -> None:
     """Gives a compiled model another optimizer, also in its saved configuration.
 

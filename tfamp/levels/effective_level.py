@@ -27,6 +27,8 @@ class EffectiveLevel:
         config: The configuration that the user wrote.
         reasons: A sentence for each automatic choice.
         warning: A warning for the user, or None.
+        jit_compile: Whether XLA compiles the steps, where that was measured; None to leave the
+            model as it is.
     """
 
     level: str
@@ -36,6 +38,7 @@ class EffectiveLevel:
     config: PrecisionConfig
     reasons: tuple[str, ...]
     warning: str | None
+    jit_compile: bool | None = None
 
     @property
     def low_weights(self) -> bool:

@@ -26,6 +26,7 @@ from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
+from tfamp.rewriting.traced_function import TracedFunction
 
 _HEAD = ("layer", "class", "compute", "variables", "why", "plan")
 
@@ -80,6 +81,8 @@ class PrecisionSettings:
         reasons: A sentence for each automatic choice.
         layers: The layers that compute something, in the model's order.
         graph_rewrite: The function that rewrites the model's steps at level O1, else None.
+        jit_compile: Whether XLA compiles the model's steps, where `prepare` chose that by a
+            measurement; None where it did not.
 
     Example:
         >>> import keras, tfamp
@@ -103,13 +106,15 @@ class PrecisionSettings:
     graph_rewrite: Callable[..., Any] | None = None
     weight_rounding: str | None = None
     slots: str | None = None
+    jit_compile: bool | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
         """Compiles a step of a custom loop as `fit` compiles those of the model.
 
         At level O1 its graph is rewritten, except for layers of `keep_float32`; see
         `tfamp.rewrite`. At the other levels the layers have their dtypes already, and it
-        becomes a `tf.function`. So one loop serves all levels.
+        becomes a `tf.function`. If `prepare` measured that XLA makes the steps faster, it has
+        `jit_compile=True`, unless you gave it a value. So one loop serves all levels.
 
         Args:
             function: A Python function or a `tf.function`; on several replicas the one that
@@ -128,6 +133,9 @@ class PrecisionSettings:
         """
         if function is None:
             return self.rewrite
+        if self.jit_compile:
+            traced = TracedFunction.of(function)
+            function = traced.compiled() if traced.jit_compile is None else function
         if self.graph_rewrite is not None:
             return self.graph_rewrite(function)
         if isinstance(function, tf.types.experimental.PolymorphicFunction):
@@ -207,7 +215,7 @@ def settings_of(
         "reasons": ("prepare has not made it: each layer has the policy it was made with.",),
     }
     if level is not None:
-        names = ("level", "dtype", "loss_scale", "reasons")
+        names = ("level", "dtype", "loss_scale", "reasons", "jit_compile")
         values |= {name: getattr(level, name) for name in names}
         values["grad_clip"] = level.config.grad_clip
         values["master_weights"] |= level.master_weights

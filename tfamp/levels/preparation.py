@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer, Method, Model, Nest, Optimizer
 from tfamp.core.loss_scale import LossScale
 from tfamp.core.options import GradClip
-from tfamp.interop.keras_hooks import layers_of
+from tfamp.interop.keras_hooks import layers_of, set_jit_compile
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.interop.tf_private import xla_works
 from tfamp.layers import layer_dtypes, low_products, model_roles
@@ -43,8 +44,8 @@ from tfamp.levels.precision_config import PrecisionConfig, with_arguments
 from tfamp.levels.precision_settings import PrecisionSettings, settings_of
 from tfamp.levels.rewritten_steps import Rewrite, rewrite_steps_of, step_options
 from tfamp.machine import hardware
+from tfamp.planning.ways import FUSED
 from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
-from tfamp.rewriting.measured_runs import FUSED
 
 
 class _Default(str):
@@ -58,11 +59,15 @@ _DEFAULT_LEVEL = _Default("O2")
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A prepared model's level, the names of the layers kept in float32, and its rewriting."""
+    """A prepared model's level, the names of the layers kept in float32, and its rewriting.
+
+    `own_jit_compile` is the model's value where the level has another one.
+    """
 
     level: EffectiveLevel
     kept: tuple[str, ...]
     rewrite: Rewrite | None
+    own_jit_compile: bool | None = None
 
 
 _prepared: WeakMap[_Record] = WeakMap()
@@ -164,8 +169,11 @@ def prepare(
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
         example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train
             step of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the
-            fastest of O0, O1 with each placement and, where "auto" means it, O2 is chosen.
-            Weights, optimizer and random states are restored.
+            fastest of O0, O1 with each placement and, where "auto" means it, O2 is chosen, each
+            also compiled by XLA as a whole where that may be faster. What "auto" means without
+            a batch is replaced only by what is faster by more than the noise. `jit_compile` of
+            the model is set accordingly, unless it was compiled with another value than "auto"
+            means. Weights, optimizer and random states are restored.
 
     Returns:
         The pair of model and optimizer, with `.settings`, which prints as a table.
@@ -213,13 +221,15 @@ def prepare(
     effective = prepared_optimizer.with_needed_masters(level_here, old_optimizer)
     if example_batch is not None:
         _check_stored_in_float32(model, checked_config)
-        effective = measured_level(model, effective, kept, example_batch, _put_level_on)
+        with _own_jit_compile(model):
+            effective = measured_level(model, effective, kept, example_batch, _put_level_on)
     if effective.warning is not None:
         warnings.warn(effective.warning, TfampWarning, stacklevel=level_of_user())
     record = _prepared.get(model)
     is_there = record is not None and record.level == effective and effective.low_weights
     if not is_there and (effective.low_weights or _stores_low(model)):
-        model, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
+        with _own_jit_compile(model):  # The copy is compiled like it.
+            model, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
     else:
         new_optimizer = prepared_optimizer.wrapped_if_any(old_optimizer, effective)
         if not is_there:
@@ -363,9 +373,10 @@ def _finish(
             protect_values(layer)
         wrap_method(model, "compute_metrics", _metrics_of_float32)
     prepared_optimizer.wrap_compile(model, level)
+    own_jit_compile = _put_jit_compile(model, level)
     model_structure.drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
-    _prepared.set(model, _Record(level, names, rewrite))
+    _prepared.set(model, _Record(level, names, rewrite, own_jit_compile))
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
     is_low = any(layer.compute_dtype in LOW_PRECISION for layer in layers)
     if level.level in ("O2", "O3") and model.built and not is_low:
@@ -376,6 +387,52 @@ def _finish(
             NothingConvertedWarning,
             stacklevel=level_of_user(),
         )
+
+
+@contextlib.contextmanager
+def _own_jit_compile(model: Model) -> Iterator[None]:
+    """A context in which a model has its own `jit_compile` instead of a measured one."""
+    record = _prepared.get(model)
+    if record is None or record.level.jit_compile is None or record.own_jit_compile is None:
+        yield
+        return
+    set_jit_compile(model, record.own_jit_compile)
+    try:
+        yield
+    finally:
+        set_jit_compile(model, record.level.jit_compile)
+
+
+def _put_jit_compile(model: Model, level: EffectiveLevel) -> bool | None:
+    """Gives a model the `jit_compile` of a level, or back its own; returns its own, if changed.
+
+    Later calls of `model.compile` that name no `jit_compile` get the level's too.
+    """
+    record, own = _prepared.get(model), None
+    if record is not None and record.level.jit_compile is not None:
+        own = record.own_jit_compile
+    if level.jit_compile is None:
+        if own is not None:
+            set_jit_compile(model, own)
+        return None
+    own = bool(model.jit_compile) if own is None else own
+    measured = level.jit_compile
+    set_jit_compile(model, measured)
+
+    def around(original: Method, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        given = inspect.signature(type(model).compile).bind(model, *args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        if given.get("jit_compile", "auto") in ("auto", None) and not model.run_eagerly:
+            set_jit_compile(model, measured)
+            return
+        now = _prepared.get(model)  # The user has chosen.
+        if now is not None:
+            its_level = dataclasses.replace(now.level, jit_compile=None)
+            _prepared.set(model, dataclasses.replace(now, level=its_level, own_jit_compile=None))
+
+    wrap_method(model, "compile", around)
+    return own
 
 
 def _metrics_of_float32(

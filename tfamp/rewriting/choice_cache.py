@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 import types
@@ -35,13 +36,13 @@ from tfamp.interop.keras_hooks import decays, layers_of, rematerializes
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
 from tfamp.machine.hardware import keep_in_cache
-from tfamp.planning.structures import MAIN_GRAPH, node_name
+from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, node_name
 from tfamp.rewriting.tune_report import TuneRow
 
 _Plain: TypeAlias = Any  # A value that JSON can hold.
 
 # Increased when the contents of a file, or the measurement, change.
-_FORMAT = 4
+_FORMAT = 5
 # A choice: of 1 kB each, and more than the programs that one user tunes at a time.
 _MOST_FILES = 256
 # Attributes that the time of an op does not depend on.
@@ -82,6 +83,10 @@ class Choice(NamedTuple):
     rounds: int
     dropped: tuple[str, ...]
     unseeded: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    incumbent: str = FLOAT32
+    noise: float = math.nan
+    redrawn: tuple[str, ...] = ()
     source: str = "measured now"
 
 
@@ -97,8 +102,11 @@ def kept_choice(path: Path | None, candidates: Iterable[str]) -> Choice | None:
         names = set(candidates)
         (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
         source = f"measured before, kept in {path}"
-        dropped, unseeded = tuple(fields["dropped"]), tuple(fields["unseeded"])
-        choice = Choice(rows, int(fields["rounds"]), dropped, unseeded, source)
+        names_of = ("dropped", "unseeded", "left_out", "redrawn")
+        lists = {name: tuple(map(str, fields[name])) for name in names_of}
+        incumbent, noise = str(fields["incumbent"]), float(fields["noise"])
+        rounds = int(fields["rounds"])
+        choice = Choice(rows, rounds, incumbent=incumbent, noise=noise, source=source, **lists)
         with contextlib.suppress(OSError):  # Another user's, or in a read-only folder.
             os.utime(path)  # It is in use, so `_delete_unused` deletes others first.
         return choice

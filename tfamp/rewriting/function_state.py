@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -84,7 +85,18 @@ def _cannot_restore(what: str) -> ValueError:
 
 def ops_of(trace: Trace) -> set[str]:
     """Returns the op types in the graph of a concrete function and in called functions."""
-    return {node.op for node in Graph(trace.graph.as_graph_def()).nodes}
+    return set(op_counts(trace))
+
+
+def op_counts(trace: Trace) -> Counter[str]:
+    """Counts the ops of each type in the graph of a concrete function and called functions."""
+    return Counter(node.op for node in Graph(trace.graph.as_graph_def()).nodes)
+
+
+def drawing_ops(traces: Iterable[Trace]) -> tuple[str, ...]:
+    """Returns the types of ops that draw random numbers, which XLA draws by other algorithms."""
+    found = {op for trace in traces for op in ops_of(trace) if "Random" in op}
+    return tuple(sorted(op for op in found if "RandomGet" not in op))
 
 
 def random_ops(trace: Trace) -> list[tuple[str, int, int]]:

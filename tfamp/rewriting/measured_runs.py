@@ -11,10 +11,11 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import keras
 import numpy as np
@@ -27,14 +28,15 @@ from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop.tf_private import device_scope
 from tfamp.machine.profile_measure import together
+from tfamp.planning.measured_choice import fastest, noise_of
 from tfamp.planning.structures import FLOAT32, RewritePlan
+from tfamp.planning.ways import AS_IT_IS, FUSED, Way, why_not_worth_it
 from tfamp.rewriting import function_state
 from tfamp.rewriting.choice_cache import Choice
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneRow, is_within
 
-FUSED = "fused"
 # Ends of a measurement: choices, for medians and quartiles of a few times, and a wait that a user
 # accepts.
 ROUNDS, SECONDS = 10, 10.0
@@ -87,19 +89,27 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a function.
+    """A function that runs in one way.
 
     Attributes:
-        name: Its name in the report.
+        way: The way.
         function: A `tf.function` for tuning alone.
         best: The function to use afterwards, if it is not `function`.
         key: Its options, as a text that is the same in every process.
+        device: Kind of the device, for a way that is left out where it is not worth it; "" for
+            one that the user asked for.
     """
 
-    name: str
+    way: Way
     function: Function
     best: Function = None
     key: str = ""
+    device: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return self.way.name
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -110,7 +120,7 @@ class Run:
     """A graph while it is measured: its trace, a call, the error and a time for each round.
 
     `key` is equal for equal graphs, and `names` are the candidates with this graph. `first` is
-    the time of its trace and its first call in seconds.
+    the time of its trace and its first call in seconds. `why_not` is why it cannot be timed.
     """
 
     key: Hashable
@@ -118,7 +128,10 @@ class Run:
     call: Callable[[], Nest]
     low_nodes: int
     names: list[str]
+    way: Way
+    why_not: str = ""
     error: float = math.nan
+    was_called: bool = False
     first: float = 0.0
     repeats: int = 0
     times: list[float] = field(default_factory=list)
@@ -185,11 +198,14 @@ def measured(
     state: State,
     limits: Limits,
     begin: float,
-) -> list[Run]:
+    incumbent: Way = AS_IT_IS,
+) -> tuple[list[Run], dict[str, str]]:
     """Traces candidates and times their runs, since a time; restores the state.
 
     The first calls, which compile for seconds, are made in a thread, while this one traces.
+    Returns the runs, and a reason for each candidate that was left out.
     """
+    left_out: dict[str, str] = {}
     bar = keras.utils.Progbar(None, verbose=int(sys.stdout.isatty()), unit_name="run")
     device = device_scope()
     thread, calls, runs = ThreadPoolExecutor(1), list[Future[None]](), list[Run]()
@@ -201,22 +217,42 @@ def measured(
             state.restore()
             state.note(run.trace)
             called = time.monotonic()
-            outputs = _float_tensors(run.trace(*args))
+            spent = sum(each.first for each in runs if each.way.is_compiled and each.was_called)
+            if run.way.is_compiled and run.way != incumbent and spent > limits.seconds:
+                run.why_not = (
+                    f"others that XLA compiles took {spent:.1f} s, longer than "
+                    f"seconds={limits.seconds:g}"
+                )
+                return
+            try:
+                outputs = _float_tensors(run.trace(*args))
+            except tf.errors.OpError as error:
+                # An error of the function's own was raised by the call in float32, too.
+                if not run.way.is_compiled:
+                    raise
+                run.why_not = f"XLA cannot compile it: {_first_line(error)}"
+                return
             run.first += time.monotonic() - called
             references.extend(outputs if run is runs[0] else ())
-            run.error = output_error(outputs, references)
+            run.error, run.was_called = output_error(outputs, references), True
             bar.add(1)
 
+    def graphs() -> Iterator[Run]:
+        ordered = sorted(candidates, key=lambda each: _turn(each.way, incumbent))
+        return _graphs(ordered, args, begin, limits, left_out, lambda: wait(calls))
+
     try:
-        for run in _graphs(candidates, args, begin, lambda: wait(calls)):
+        for run in graphs():
             runs.append(run)
             calls.append(thread.submit(call_first, run))
-        for call in calls:
+        for call in calls:  # float32's first: an error of the function's is raised by it.
             call.result()
+        left_out |= {name: run.why_not for run in runs if run.why_not for name in run.names}
+        runs = [run for run in runs if not run.why_not]
         order = [candidate.name for candidate in candidates]
         runs.sort(key=lambda run: order.index(run.names[0]))
         with tf.init_scope():  # A tape around it must not record the runs.
-            for run in itertools.chain.from_iterable(_rounds(runs, begin, limits)):
+            for run in itertools.chain.from_iterable(_rounds(runs, begin, limits, incumbent)):
                 state.restore()
                 _time(run, state.restore)
                 timings += 1
@@ -225,38 +261,53 @@ def measured(
         thread.shutdown(cancel_futures=True)
         state.restore()
     bar.update(len(runs) + timings, finalize=True)
-    return runs
+    return runs, left_out
+
+
+def _turn(way: Way, incumbent: Way) -> tuple[bool, ...]:
+    """Sorts ways: float32's, then what compiles longest, of that the incumbent first."""
+    return way != AS_IT_IS, not way.is_compiled, way != incumbent, way.placement != FUSED
 
 
 def _graphs(
     candidates: Sequence[Candidate],
     args: Sequence[Nest],
     start: float,
+    limits: Limits,
+    left_out: dict[str, str],
     settle: Callable[[], object],
 ) -> Iterator[Run]:
-    """Yields each graph once, traced since a time: float32's, then what compiles longest.
+    """Yields each graph once, traced since a time; adds reasons for those that are left out.
 
     `settle` waits for the runs of the graphs before.
     """
     runs: list[Run] = []
-    ordered = sorted(candidates, key=lambda way: (way.name != FLOAT32, way.name != FUSED))
-    for candidate in ordered:
+    for candidate in candidates:
+        if runs and candidate.device:
+            ops = function_state.op_counts(runs[0].trace)
+            why_not = why_not_worth_it(candidate.way, candidate.device, ops, limits.seconds)
+            if why_not:
+                left_out[candidate.name] = why_not
+                continue
         if candidates[0].function.settings.calibration:  # The plan needs runs of the function.
             settle()
         plan = _shared_plan_of(candidate)
         key: Hashable = candidate.name
         if plan is not None:
-            key = plan.retypes, plan.casts, candidate.name == FUSED
+            way = candidate.way
+            key = plan.retypes, plan.casts, way.placement == FUSED, way.is_compiled
         same = next((run for run in runs if run.key == key), None)
         if same is not None:
             same.names.append(candidate.name)
             continue
         if plan is None:  # A trace may run Python code that uses random numbers.
             settle()
-        if (run := _traced(candidate, args, key)) is not None:
-            run.first, start = time.monotonic() - start, time.monotonic()
-            runs.append(run)
-            yield run
+        if (run := _traced(candidate, args, key)) is None:
+            left_out[candidate.name] = "it has no ops that XLA would fuse"
+            continue
+        run.first, start = time.monotonic() - start, time.monotonic()
+        runs.append(run)
+        yield run
 
 
 def _time(run: Run, restore: Callable[[], None]) -> None:
@@ -281,20 +332,31 @@ def _traced(candidate: Candidate, args: Sequence[Nest], key: Hashable) -> Run | 
     """Traces a candidate; None if XLA has nothing to compile: it equals "min_cut"."""
     function, low_nodes = candidate.function, 0
     trace = function.get_concrete_function(*args)
-    if candidate.name == FLOAT32 and _NORMALIZES in function_state.ops_of(trace):
+    if candidate.way.placement == FLOAT32 and _NORMALIZES in function_state.ops_of(trace):
         function = TracedFunction.of(function.written).unchanged()
         trace = function.get_concrete_function(*args)
-    if candidate.name == FUSED and not has_fused(trace.graph):
+    if candidate.way.placement == FUSED and not has_fused(trace.graph):
         return None
     # float32 has no plan, nor a function that could not be rewritten.
     with contextlib.suppress(AttributeError, RewriteError):
         low_nodes = function.plan(*args).summary.low_nodes
-    return Run(key, trace, partial(function, *args), low_nodes, [candidate.name])
+    call, names = partial(function, *args), [candidate.name]
+    return Run(key, trace, call, low_nodes, names, candidate.way)
 
 
-def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Sequence[Run]]:
+def _first_line(error: tf.errors.OpError) -> str:
+    """The first line of an error's text that says something, without a period at its end."""
+    lines = (line.strip() for line in error.message.splitlines())
+    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
+
+
+def _rounds(
+    runs: Sequence[Run], begin: float, limits: Limits, incumbent: Way
+) -> Iterator[Sequence[Run]]:
     """Yields the runs of each round: twice all, then those that may still be the fastest."""
-    longest_first_call = runs[0].first + max(limits.seconds, _LEAST_LIMIT)
+    usual = next((run for run in runs if incumbent.name in run.names), runs[0])
+    # The usual way compiles for as long without tune.
+    longest_first_call = max(runs[0].first, usual.first) + max(limits.seconds, _LEAST_LIMIT)
     timed = [run for run in runs if run.first <= longest_first_call]
     float32, number = timed[0], 0  # Of rounds that count.
     for _ in range(limits.rounds):
@@ -304,7 +366,7 @@ def _rounds(runs: Sequence[Run], begin: float, limits: Limits) -> Iterator[Seque
             is_late = time.monotonic() - begin > end
             if number > 1 or is_late:
                 candidates = _still_open(timed, number, limits.max_error)
-            if len(candidates) == 1 or (is_late and (number > 1 or float32 not in candidates)):
+            if len(candidates) == 1 or (is_late and (number > 1 or usual not in candidates)):
                 return
         yield candidates
         number += 1
@@ -325,17 +387,32 @@ def _still_open(runs: Sequence[Run], number: int, max_error: float | None) -> li
     return [run for run in near if not fastest.is_faster_than(run)]
 
 
-def choice_of(runs: Sequence[Run], max_error: float | None) -> Choice:
-    """Returns the fastest of measured runs that is faster than float32's and exact enough."""
+def choice_of(
+    runs: Sequence[Run],
+    max_error: float | None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+    incumbent: Way = AS_IT_IS,
+) -> Choice:
+    """Returns the incumbent, or a run that is exact enough and faster by more than the noise.
+
+    Where the incumbent was not timed or is not exact enough, it is float32.
+    """
     timed = [run for run in runs if run.times]
-    better = [run for run in timed if is_within(run.error, max_error)]
-    better = [run for run in better if run.is_faster_than(runs[0])]
-    chosen = min([runs[0], *better], key=lambda run: run.seconds)
+    allowed = [run for run in timed if run is runs[0] or is_within(run.error, max_error)]
+    first = next((run for run in allowed if incumbent.name in run.names), runs[0])
+    times = {run.names[0]: run.times for run in allowed}
+    noise = noise_of(times, first.names[0])
+    name = fastest(times, first.names[0], noise)
+    (chosen,) = (run for run in allowed if run.names[0] == name)
     rows = tuple(row for run in timed for row in run.rows(run is chosen))
     dropped = tuple(name for run in runs if not run.times for name in run.names)
     unseeded = function_state.unseeded_ops([run.trace for run in timed])
     rounds = max(len(run.times) for run in timed)
-    return Choice(rows, rounds, dropped, unseeded)
+    reasons = tuple(f"{name}: {reason}" for name, reason in left_out.items())
+    incumbent_name = incumbent.name if incumbent.name in first.names else FLOAT32
+    compiled = [run.trace for run in timed if run.way.is_compiled]
+    redrawn = function_state.drawing_ops(compiled)
+    return Choice(rows, rounds, dropped, unseeded, reasons, incumbent_name, noise, redrawn)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def converted(
     """Returns the graph of a trace in low precision, and the plan."""
     if options.dtype == FLOAT32:
         return _flat(traced), None
-    options, shared = resolved(options), _shared.get()
+    options, shared = resolved(options), _shared_by(function)
     if shared is None or shared.trace is not traced:
         prepared, use = _prepared(function, traced, options)
         decision = decided(prepared, options, use)
@@ -94,7 +94,7 @@ def converted(
 
 def shared_plan(function: TracedFunction, options: RewriteOptions) -> RewritePlan | None:
     """Returns the plan of a function whose trace is shared, None for another one."""
-    shared = _shared.get()
+    shared = _shared_by(function)
     if options.dtype == FLOAT32 or shared is None or shared.trace is None:
         return None
     return _shared_decision(shared, function, resolved(options))[1].plan
@@ -180,28 +180,46 @@ def _into_current_graph(
 class _Shared:
     """Values that rewrites of a function share: trace, graph after the passes, decisions."""
 
-    python_function: PythonFunction
     trace: Trace = None
     prepared: tuple[PreparedGraph, GraphUse] | None = None
     decisions: dict[str, Decision] = field(default_factory=dict)
 
 
-_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
+@dataclass
+class _Sharing:
+    """A function whose rewrites share a trace, and these traces: one for what XLA compiles.
+
+    Optimizers and users' code read whether they are traced for XLA, so its graph may differ.
+    """
+
+    python_function: PythonFunction
+    by_jit: dict[bool, _Shared] = field(default_factory=dict)
+
+
+_sharing: contextvars.ContextVar[_Sharing | None] = contextvars.ContextVar("sharing", default=None)
+
+
+def _shared_by(function: TracedFunction) -> _Shared | None:
+    """The values that rewrites of a function share; None if they share none."""
+    sharing = _sharing.get()
+    if sharing is None or sharing.python_function is not function.python_function:
+        return None
+    return sharing.by_jit.setdefault(bool(function.jit_compile), _Shared())
 
 
 @contextlib.contextmanager
 def traced_once(function: TracedFunction) -> Iterator[None]:
     """A context in which rewrites of a function, all of the same call, share one trace."""
-    token = _shared.set(_Shared(function.python_function))
+    token = _sharing.set(_Sharing(function.python_function))
     try:
         yield
     finally:
-        _shared.reset(token)
+        _sharing.reset(token)
 
 
 def _trace(function: TracedFunction, call: FlatCall) -> Trace:
-    shared = _shared.get()
-    if shared is None or shared.python_function is not function.python_function:
+    shared = _shared_by(function)
+    if shared is None:
         return function.trace(call, to_rewrite=True)
     trace = shared.trace or function.trace(call, to_rewrite=True)
     if not any(map(tf.is_symbolic_tensor, trace.captured_inputs)):
@@ -214,7 +232,7 @@ def _watching_steps(options: RewriteOptions) -> contextlib.AbstractContextManage
 
     Candidates of `tune` share a trace, whatever their dtypes, and run it to measure times.
     """
-    is_watched = options.dtype == "float16" and _shared.get() is None
+    is_watched = options.dtype == "float16" and _sharing.get() is None
     return contextlib.nullcontext() if is_watched else underflow.paused()
 
 

@@ -90,6 +90,16 @@ class TracedFunction:
         """Returns a `tf.function` that runs it unchanged, with its own traces."""
         return tf.function(self.python_function, **self.options)
 
+    def compiled(self) -> Function:
+        """Returns a `tf.function` that XLA compiles as a whole, with its own traces."""
+        return tf.function(self.python_function, **{**self.options, "jit_compile": True})
+
+    @property
+    def jit_compile(self) -> bool | None:
+        """Whether XLA compiles it; None if nobody chose."""
+        chosen: bool | None = self.options.get("jit_compile")
+        return chosen
+
     def call(self, *args: Any, **kwargs: Any) -> FlatCall:
         """Returns a call with its arguments bound to the signature, defaults included."""
         bound = self.signature.bind(*args, **kwargs)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfamp.planning.structures import FLOAT32
+from tfamp.planning.ways import Way
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
+_XLA = Way(FLOAT32, is_compiled=True).name
 _HEADS = ("candidate", "time", "quartiles", "over float32", "error", "low ops", "")
 
 
@@ -19,7 +21,8 @@ class TuneRow:
     """One candidate.
 
     Attributes:
-        candidate: Its name: "float32", or a placement of `tfamp.rewrite`.
+        candidate: Its name: "float32", a placement of `tfamp.rewrite`, or one of these with the
+            whole function compiled by XLA: "xla", "lists_xla" or "min_cut_xla".
         seconds: Median time of a call.
         quartiles: Lower and upper quartile of the times.
         error: Relative error of its outputs against float32's: for each float output the root
@@ -68,8 +71,14 @@ class TuneReport:
         dropped: Candidates that were not measured, since they compile too long.
         unseeded: Types of ops that draw other random numbers in each run, which counts as an
             error.
+        left_out: Ways to run the function that were not measured, each with the reason.
+        incumbent: The candidate that is chosen unless another one is faster by more than the
+            noise: the one that level "auto" of `prepare` means, else "float32".
+        noise: Standard deviation of a round's ratio of two times; NaN if it is not known.
+        redrawn: Types of ops that draw other random numbers if XLA compiles them, which counts as
+            an error of these candidates.
         best: The function to use from now on. If float32 is chosen, it is the function itself,
-            as a `tf.function`.
+            as a `tf.function`; if XLA compiles it as a whole, it has `jit_compile=True`.
 
     Example:
         >>> rows = (
@@ -89,6 +98,10 @@ class TuneReport:
     source: str = "measured now"
     dropped: tuple[str, ...] = ()
     unseeded: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    incumbent: str = FLOAT32
+    noise: float = math.nan
+    redrawn: tuple[str, ...] = ()
     best: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -136,16 +149,27 @@ class TuneReport:
                 f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, "
                 f"with an error of {chosen.error:.2g}"
             )
-            if not chosen.low_nodes:
+            if chosen.candidate == _XLA:
+                yield "it computes in float32, compiled by XLA as a whole"
+            elif not chosen.low_nodes:
                 yield (
                     f"none of its ops is worth converting to {self.dtype}: it computes in float32"
                 )
+            yield from self._why_incumbent()
+        yield from self._compiler_alone()
         yield from (f"dropped: {name} takes too long to compile" for name in self.dropped)
+        yield from (f"left out: {reason}" for reason in self.left_out)
         yield self.source
         if all(math.isnan(row.error) for row in self.rows):
             yield (
                 "float32 returns no float tensor with finite values, so the errors are "
                 "unknown: have the function return the results to judge it by"
+            )
+        if self.redrawn:
+            yield (
+                f"XLA draws other numbers for {', '.join(self.redrawn)}, and errors of what it "
+                "compiles as a whole include that: judge them by a function without, such as "
+                "one with training=False"
             )
         if self.unseeded:
             yield (
@@ -160,9 +184,36 @@ class TuneReport:
             return f"no candidate in {self.dtype} is faster than float32"
         why = f"its error is {faster.error:.2g}"
         if is_within(faster.error, self.max_error):
-            why = "not in three quarters of the rounds: that may be noise"
+            why = f"not in three quarters of the rounds{self._noise_text()}: that may be noise"
         gain = self.rows[0].seconds / faster.seconds
         return f"{faster.candidate} is {gain:.2f} times as fast, but {why}"
+
+    def _why_incumbent(self) -> Iterator[str]:
+        """Says why a candidate with a shorter time was not chosen."""
+        exact = [row for row in self.rows if is_within(row.error, self.max_error)]
+        faster = min(exact, key=lambda row: row.seconds, default=self.chosen)
+        if faster.seconds < self.chosen.seconds:
+            yield (
+                f"{self.incumbent} is what level 'auto' takes: {faster.candidate} is "
+                f"{self.chosen.seconds / faster.seconds:.2f} times as fast, but not in three "
+                f"quarters of the rounds{self._noise_text()}: that may be noise"
+            )
+
+    def _noise_text(self) -> str:
+        known = not math.isnan(self.noise)
+        return f", or by no more than the noise, {self.noise:.1%} a round" if known else ""
+
+    def _compiler_alone(self) -> Iterator[str]:
+        """Says what XLA brought to each way that was also timed without it."""
+        seconds = {row.candidate: row.seconds for row in self.rows}
+        pairs = {f"{name}_{_XLA}": name for name in seconds} | {_XLA: FLOAT32}
+        gains = [
+            f"{seconds[name] / seconds[compiled]:.2f} times as fast in {name} ({compiled})"
+            for compiled, name in pairs.items()
+            if compiled in seconds
+        ]
+        if gains:
+            yield f"the compiler alone: {', '.join(gains)}"
 
 
 def time_text(seconds: float) -> str:

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -21,12 +22,20 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.kinds import Function, Nest
-from tfamp.core.options import PLACEMENTS, checked_word
 from tfamp.interop import keras_hooks
-from tfamp.interop.tf_private import xla_works
+from tfamp.interop.tf_private import default_device_kind, device_kind_in_force, xla_works
 from tfamp.machine.hardware import find_profile, key_of_found
 from tfamp.planning.options import RewriteOptions, strings
 from tfamp.planning.structures import FLOAT32
+from tfamp.planning.ways import (
+    AS_IT_IS,
+    FUSED,
+    Way,
+    incumbent_of,
+    usual_ways,
+    ways_of,
+    why_not_here,
+)
 from tfamp.policy import low_dtype
 from tfamp.rewriting import function_state
 from tfamp.rewriting.choice_cache import (
@@ -38,7 +47,6 @@ from tfamp.rewriting.choice_cache import (
 )
 from tfamp.rewriting.function import RewrittenFunction, check_function
 from tfamp.rewriting.measured_runs import (
-    FUSED,
     ROUNDS,
     SECONDS,
     Candidate,
@@ -52,15 +60,12 @@ from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import TuneReport
 from tfamp.torch_style.modes import current_modes
 
-# The candidates of `tune` unless others are given.
-CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
-
 
 def tune(
     fn: Any,
     *args: Any,
     dtype: Any = None,
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] | None = None,
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
@@ -74,14 +79,16 @@ def tune(
     afterwards, with their initial values. Effects outside TensorFlow are not undone, such as
     written files and effects of `tf.py_function`.
 
-    float32, the function as it is, is always a candidate: the result is never slower. Another
-    candidate is chosen only if it was faster in three quarters of the rounds, which noise is
-    not. Candidates share one trace, and those with the same graph run once, unless variables
-    are arguments: then each is traced and runs. The first call of each, which compiles, runs in
-    a thread while the next one is rewritten. Then all are timed twice, and those within 15 % of
-    the fastest twice more; a round that was still warming up, as kernels are loaded, does not
-    count. Further rounds are for those that are not slower in three quarters of the rounds. No
-    round begins after 2.5 times as long as the first two calls in float32 take.
+    float32, the function as it is, is always a candidate: the result is never slower. What
+    level "auto" of `prepare` would take is chosen unless another candidate was faster in three
+    quarters of the rounds, and by more than the noise, which is measured too. Candidates share
+    one trace, and those that XLA compiles as a whole another one; those with the same graph run
+    once, unless variables are arguments: then each is traced and runs. The first call of each,
+    which compiles, runs in a thread while the next one is rewritten. Then all are timed twice,
+    and those within 15 % of the fastest twice more; a round that was still warming up, as
+    kernels are loaded, does not count. Further rounds are for those that are not slower in
+    three quarters of the rounds. No round begins after 2.5 times as long as the first two calls
+    in float32 take.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run,
     and the report says so. It is measured again for another graph, version, machine or
@@ -96,14 +103,19 @@ def tune(
             your own, such as `lambda x: fn(x, training=True)`.
         dtype: "float16" or "bfloat16"; None for the one that this machine multiplies natively,
             bfloat16 without one.
-        candidates: Names of placements of `tfamp.rewrite`; "float32" is added if it is missing.
-            "fused" is left out without ops for XLA to compile, or without XLA.
+        candidates: Names of placements of `tfamp.rewrite`, and "xla", "lists_xla" and
+            "min_cut_xla": float32 and two placements with the whole function compiled by XLA.
+            "float32" is added if it is missing. None for all that may be the fastest: the
+            placements, on GPUs and TPUs all of XLA's, on CPUs "xla" for functions of few
+            convolutions, without loops, that compile within `seconds`. The report says what was
+            left out, and why: XLA cannot compile it, or the function has a `jit_compile`.
         max_error: Largest error of the outputs against float32's for a candidate to be chosen;
             see `TuneRow.error`. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
-        seconds: After so many no round begins, except the first, and the second where float32
-            may be the fastest. A candidate is dropped if its trace and first call take this
-            much longer than float32's.
+        seconds: After so many no round begins, except the first, and the second where float32,
+            or what level "auto" takes, may be the fastest. No further candidate is compiled as a
+            whole once these took so long. A candidate is dropped if its trace and first call
+            take this much longer than float32's and those of what level "auto" takes.
 
     Returns:
         The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
@@ -133,48 +145,79 @@ def tune(
     low = low_dtype(dtype) or "bfloat16"
     options = dataclasses.replace(options, dtype=low)
     check_function(fn)
-    ways = candidates_of(fn, options, candidates)
-    name = TracedFunction.of(fn).name
+    traced = TracedFunction.of(fn)
+    fixed = traced.jit_compile
+    why_not = "" if fixed is None else f"the function has jit_compile={fixed}"
+    ways, left_out = candidates_of(fn, options, candidates, why_not)
+    device = device_here()
     return compare_candidates(
-        ways, args, name=name, dtype=low, max_error=max_error, rounds=rounds, seconds=seconds
+        ways,
+        args,
+        name=traced.name,
+        dtype=low,
+        max_error=max_error,
+        rounds=rounds,
+        seconds=seconds,
+        left_out=left_out,
+        incumbent=incumbent_of(
+            (each.way for each in ways), is_native=low_dtype(None) == low, device=device
+        ),
     )
 
 
-def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> list[Candidate]:
-    """Makes candidates of a function, float32 first.
+def device_here() -> str:
+    """Returns the kind of device that functions run on here."""
+    return device_kind_in_force() or default_device_kind()
+
+
+def candidates_of(
+    fn: Any, options: RewriteOptions, names: Iterable[str] | None, why_not_compiled: str = ""
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Makes candidates of a function, float32 first; adds reasons for those left out.
+
+    `names` is None for all that suit the device. `why_not_compiled` is why XLA must not compile
+    the whole function, "" if it may.
 
     Raises:
         TypeError, ValueError: A name is not the name of a candidate; the message lists these.
         RewriteError: Functions cannot be traced and run here.
     """
-    chosen = tuple(dict.fromkeys((FLOAT32, *strings("candidates", names))))
-    for name in chosen:
-        checked_word("candidates", name, (FLOAT32, *PLACEMENTS), exact=True)
+    device = device_here()
+    asked = names is not None
+    ways = usual_ways(device) if names is None else ways_of(strings("candidates", names))
     if not tf.executing_eagerly():
         raise RewriteError("Tuning runs functions: call it where no function is being traced.")
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
-    placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
+    uses_xla = any(way.is_compiled or way.placement == FUSED for way in ways)
+    is_there = uses_xla and xla_works("")
+    reasons = {
+        way.name: why_not_here(way, xla_works=is_there, why_not_compiled=why_not_compiled)
+        for way in ways
+    }
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    ways = tuple(way for way in ways if way.name not in left_out)
     given, key = options, ""
-    if options.profile is None and set(placed) - {"lists"}:
+    if options.profile is None and {way.placement for way in ways} - {FLOAT32, "lists"}:
         # With one profile all candidates share the graph after the first passes.
         with function_state.kept_random_states():
             found = find_profile().profile
         options, key = dataclasses.replace(options, profile=found), key_of_found(found)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     as_it_is = fn if isinstance(fn, kinds) else TracedFunction.of(fn).unchanged()
-    # Its graph is that of the trace which all candidates share.
-    changes: dict[str, dict[str, Any]] = {FLOAT32: {"dtype": FLOAT32}}
-    changes |= {name: {"placement": name} for name in placed}
-    return [
-        Candidate(
-            name,
-            RewrittenFunction(fn, dataclasses.replace(options, **change)),
-            as_it_is if name == FLOAT32 else None,
-            f"{dataclasses.replace(given, **change)!r} {key}",
-        )
-        for name, change in changes.items()
-    ]
+    compiled = TracedFunction.of(fn).compiled()
+
+    def candidate(way: Way) -> Candidate:
+        # float32's graph is that of the trace which all candidates share.
+        is_float32 = way.placement == FLOAT32
+        change: dict[str, Any] = {"dtype": FLOAT32} if is_float32 else {"placement": way.placement}
+        written, best = (compiled, compiled) if way.is_compiled else (fn, as_it_is)
+        rewritten = RewrittenFunction(written, dataclasses.replace(options, **change))
+        text = f"{dataclasses.replace(given, **change)!r} {way} {key}"
+        suits = "" if asked else device
+        return Candidate(way, rewritten, best if is_float32 else None, text, suits)
+
+    return [candidate(way) for way in ways], left_out
 
 
 def compare_candidates(
@@ -189,12 +232,16 @@ def compare_candidates(
     kept: object = (),
     program: str = "",
     before: Callable[[], object] = lambda: None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+    incumbent: Way = AS_IT_IS,
 ) -> TuneReport:
     """Alternates runs of candidates, float32's first, on the arguments of a call.
 
-    If the user's cache has the choice, nothing runs. `kept` are the numbers of layers that stay
-    float32: the program does not show them. `program` is a hash of the program, if it is known
-    without a trace. `before` is called before the function is traced.
+    `left_out` are reasons for ways that are not candidates, and `incumbent` is the one to use
+    unless another one is faster. If the user's cache has the choice, nothing runs. `kept` are
+    the numbers of layers that stay float32: the program does not show them. `program` is a hash
+    of the program, if it is known without a trace. `before` is called before the function is
+    traced.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or calls change what cannot be restored.
@@ -202,7 +249,7 @@ def compare_candidates(
     """
     limits = Limits(max_error, rounds, seconds)
     _check_have_values(name, args)
-    subject = _Subject(candidates, args, program, kept, before)
+    subject = _Subject(candidates, args, program, kept, before, left_out, incumbent)
     # Autocast is off, and the report replaces the warning.
     with current_modes.set_to(None), warnings.catch_warnings(), subject.traced_once():
         warnings.simplefilter("ignore", NothingConvertedWarning)
@@ -223,8 +270,12 @@ def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Function]:
         if choice is None:
             subject.before()
             state = State(subject.args, restore_randoms)
-            runs = measured(subject.candidates, subject.args, state, limits, begin)
-            choice = keep_choice(file, choice_of(runs, limits.max_error))
+            runs, left_out = measured(
+                subject.candidates, subject.args, state, limits, begin, subject.incumbent
+            )
+            left_out = {**subject.left_out, **left_out}
+            found = choice_of(runs, limits.max_error, left_out, subject.incumbent)
+            choice = keep_choice(file, found)
         chosen = subject.candidate_of(choice)
         if chosen.best:
             return choice, chosen.best
@@ -244,6 +295,8 @@ class _Subject:
         program: A hash of the program, if it is known without a trace, else "".
         kept: Numbers of the layers that stay float32.
         before: Called before the function is traced.
+        left_out: Reasons for ways that are not candidates.
+        incumbent: The way to use unless another one is faster.
     """
 
     candidates: Sequence[Candidate]
@@ -251,6 +304,8 @@ class _Subject:
     program: str
     kept: object
     before: Callable[[], object]
+    left_out: Mapping[str, str]
+    incumbent: Way
 
     def traced_once(self) -> contextlib.AbstractContextManager[None]:
         """A context in which all candidates share one trace."""
@@ -275,7 +330,15 @@ class _Subject:
             trace = self.candidates[0].function.get_concrete_function(*self.args)
             program = fingerprint(trace.graph.as_graph_def(add_shapes=True))
         keys = {candidate.name: candidate.key for candidate in self.candidates}
-        arguments = {"candidates": keys, "limits": limits, "kept": self.kept}
+        # Ways that are missing, as without XLA, would be candidates elsewhere.
+        arguments = {
+            "candidates": keys,
+            "devices": [candidate.device for candidate in self.candidates],
+            "left_out": dict(self.left_out),
+            "incumbent": self.incumbent,
+            "limits": limits,
+            "kept": self.kept,
+        }
         return choice_file(program, arguments)
 
 
