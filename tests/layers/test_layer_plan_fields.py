@@ -7,15 +7,18 @@ import typing
 import pytest
 
 from tfamp.layers.layer_plan import LayerFacts, LayerPlan, Role, plan_layer
+from tfamp.policy import Policy
 
 _HINTS = typing.get_type_hints(LayerFacts)
 _TRIES = 2000
 
 
 def values_of(name):
-    """Values of a fact: both truths, the words of a Literal, no text and some."""
+    """Values of a fact: both truths, the words of a Literal, no text and some, no policy and one."""
     hint = _HINTS[name]
-    return {bool: (False, True), str: ("", "bfloat16")}.get(hint) or typing.get_args(hint)
+    known = {bool: (False, True), str: ("", "bfloat16")}
+    known[Policy | None] = (None, Policy("mixed_bfloat16"))
+    return known.get(hint) or typing.get_args(hint)
 
 
 def some_facts(chooser):
@@ -24,11 +27,11 @@ def some_facts(chooser):
 
 @pytest.mark.parametrize("name", _HINTS)
 def test_each_fact_changes_some_plan(name):
-    chooser = random.Random(0)
+    chooser, roles = random.Random(0), typing.get_args(Role)
     for _ in range(_TRIES):
-        facts = some_facts(chooser)
+        facts, role = some_facts(chooser), chooser.choice(roles)
         plans = {
-            plan_layer(dataclasses.replace(facts, **{name: value}), "hidden")
+            plan_layer(dataclasses.replace(facts, **{name: value}), role)
             for value in values_of(name)
         }
         if len(plans) > 1:
@@ -41,7 +44,12 @@ def test_each_fact_changes_some_plan(name):
 
 def test_each_field_of_a_plan_is_set_by_some_facts():
     chooser, roles = random.Random(0), typing.get_args(Role)
-    plans = [plan_layer(some_facts(chooser), chooser.choice(roles)) for _ in range(_TRIES)]
+    plans = [
+        plan_layer(
+            some_facts(chooser), chooser.choice(roles), chooser.choice(("", "it is a model"))
+        )
+        for _ in range(_TRIES)
+    ]
     constant = [
         field.name
         for field in dataclasses.fields(LayerPlan)
