@@ -528,7 +528,7 @@ def _tensors(call: _Call) -> list[Nest]:
             return value
         if op_input.dtype is None and op_input.floats:
             return tf.convert_to_tensor(value, call.dtype)
-        return op_calls.as_tensor(value, op_input)
+        return op_calls.op_input_tensor(value, op_input)
 
     return [*map(convert, call.inputs, op_inputs(call.op))]
 

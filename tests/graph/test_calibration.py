@@ -13,7 +13,7 @@ from helpers.tolerances import assert_close
 from tfamp.graph import Calibration, RewriteResult
 from tfamp.graph.calibration import measure
 from tfamp.graph.graph import Graph
-from tfamp.graph.rewrite import convert, resolved
+from tfamp.graph.rewrite import convert_graph, resolved
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Limits
 
@@ -37,7 +37,7 @@ def calibrated(function, ranges, dtype="float16", force_low=(), limits=None, **o
     limits = limits or Limits.default(dtype)
     use = GraphUse(names(function.outputs), names(function.inputs), ranges, limits)
     graph = Graph(function.graph.as_graph_def(), use.names).inline_calls()
-    return RewriteResult(graph.graph_def, convert(graph, resolved(options), use))
+    return RewriteResult(graph.graph_def, convert_graph(graph, resolved(options), use))
 
 
 def traced(function, *shapes):

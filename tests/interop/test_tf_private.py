@@ -12,6 +12,7 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import _pywrap_util_port
 
 import tfamp
+from tfamp.core.device_names import device_kind_of
 from tfamp.interop import op_calls, tf_private
 from tfamp.interop.patching import SYMBOLS, locate
 
@@ -249,9 +250,9 @@ def test_op_inputs_on_a_gpu_are_those_of_its_kernels_where_it_has_any():
 
 def test_the_name_of_a_device_gives_its_kind():
     names = "/job:cpu_worker CPU:0 /gpu:1 /job:worker/replica:0/task:0/device:GPU:3"
-    kinds = [tf_private.device_kind_of(each) for each in names.split()]
+    kinds = [device_kind_of(each) for each in names.split()]
     assert kinds == ["", "cpu", "gpu", "gpu"]
-    assert tf_private.device_kind_of("/device:TPU_REPLICATED_CORE:0") == "tpu"
+    assert device_kind_of("/device:TPU_REPLICATED_CORE:0") == "tpu"
 
 
 def test_the_device_in_force_is_that_of_the_innermost_block():
@@ -317,10 +318,10 @@ def test_kernels_tell_device_and_dtypes():
 
 
 def test_dtypes_have_names_and_numbers_of_graphs():
-    assert tf_private.dtype_name(1) == "float32"
-    assert tf_private.dtype_name(101) == "float32"  # a reference to one
-    assert tf_private.dtype_name(tf_private.dtype_number("bfloat16")) == "bfloat16"
-    assert tf_private.dtype_name(0) == "dtype 0"
+    assert tf_private.dtype_of_number(1) == "float32"
+    assert tf_private.dtype_of_number(101) == "float32"  # a reference to one
+    assert tf_private.dtype_of_number(tf_private.dtype_number("bfloat16")) == "bfloat16"
+    assert tf_private.dtype_of_number(0) == "dtype 0"
 
 
 # ---- For SavedModels -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ _TRIES = 2000
 
 
 def values_of(name):
-    """Values of a fact: both truths, the words of a Literal, no text and some, no policy and one."""
+    """Values of a fact: both truths, the words of a Literal, no text or policy and some."""
     hint = _HINTS[name]
     known = {bool: (False, True), str: ("", "bfloat16")}
     known[Policy | None] = (None, Policy("mixed_bfloat16"))

@@ -8,7 +8,7 @@ import pytest
 import tfamp
 from helpers.cases import one_of_each
 from helpers.optimizers import WRAPPERS, optimizer_classes, plain_optimizers
-from tfamp.training.optimizer_state import SLOTS
+from tfamp.training.optimizer_state import STATE_NEEDING_FLOAT32
 
 KERAS = plain_optimizers()
 
@@ -16,7 +16,9 @@ KERAS = plain_optimizers()
 def test_every_optimizer_of_keras_is_in_the_table():
     classes = set(optimizer_classes())
     assert classes >= {"SGD", "Muon", *WRAPPERS} - {"MultiOptimizer"}  # which is new in Keras 3.15
-    assert classes - set(SLOTS) == set(), "say in SLOTS what they keep"
+    assert classes - set(STATE_NEEDING_FLOAT32) == set(), (
+        "say in STATE_NEEDING_FLOAT32 what they keep"
+    )
 
 
 def _model():

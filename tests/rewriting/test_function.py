@@ -266,7 +266,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
 
-        monkeypatch.setattr("tfamp.rewriting.pipeline.convert_prepared", fail)
+        monkeypatch.setattr("tfamp.rewriting.pipeline.carry_out", fail)
 
     def test_raise_raises_and_keep_warns_and_runs_float32(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):

@@ -416,7 +416,7 @@ def test_models_and_concrete_functions_take_arrays(x, timed):
 
 
 def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed, monkeypatch):
-    traces, prepared, prepare = [], [], pipeline.prepare
+    traces, prepared, prepare = [], [], pipeline.index_after_passes
 
     def counted(x):
         traces.append(x)
@@ -426,7 +426,7 @@ def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, ti
         prepared.append("once")
         return prepare(*args)
 
-    monkeypatch.setattr(pipeline, "prepare", counted_prepare)
+    monkeypatch.setattr(pipeline, "index_after_passes", counted_prepare)
 
     with tf.GradientTape():
         report = tfamp.tune(counted, x.numpy(), **QUICK)

@@ -146,7 +146,7 @@ def test_training_goes_on_from_weights_that_were_assigned(traced):
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 2), ("gpu", 1)])
 def test_a_step_branches_once_for_all_masters(monkeypatch, device, expected):
-    monkeypatch.setattr("tfamp.interop.tf_private.device_kind_of", lambda name: device)
+    monkeypatch.setattr("tfamp.training.weights.device_kind_of", lambda name: device)
 
     def conditions(count):
         weights = [keras.Variable([1.0], dtype="bfloat16") for _ in range(count)]

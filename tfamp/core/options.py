@@ -57,7 +57,7 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 WEIGHT_ROUNDINGS = ("stochastic", "split")
-SLOTS = ("bfloat16", "float16", "float32")
+SLOT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def checked_word(
@@ -156,7 +156,7 @@ def resolve_weight_rounding(
         )
     # Split weights are float32 masters, whose slots are float32 too.
     default = "float32" if rounding == "split" else "bfloat16"
-    return rounding, default if slots is None else checked_word("slots", slots, SLOTS)
+    return rounding, default if slots is None else checked_word("slots", slots, SLOT_DTYPES)
 
 
 _FLOAT32 = float_format("float32")

@@ -23,7 +23,7 @@ from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
 from tfamp.graph.nodes import SHAPES, attribute_text, function_attributes, tensor_inputs
 from tfamp.graph.ops import OpSignature, refused_options, signature
-from tfamp.interop.tf_private import dtype_name, has_kernel
+from tfamp.interop.tf_private import dtype_of_number, has_kernel
 from tfamp.machine.hardware import detect
 from tfamp.planning.kernels import OPS
 from tfamp.planning.options import SUCCESSORS
@@ -131,7 +131,7 @@ class _Indexer:
         return self._finish()
 
     def _add_boundary(self, name: str, op: str, arg: ArgDef, tensors: list[str]) -> None:
-        places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_name(arg.type)), False),)
+        places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_of_number(arg.type)), False),)
         kind = _Kind(places, (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ())
         self._register(kind, tensors, name, op)
 
@@ -336,6 +336,6 @@ def _places(args: Iterable[ArgDef], values: Mapping[str, Any]) -> list[_Place]:
         if arg.type_list_attr:
             places += [(attr, i, dtype) for i, dtype in enumerate(values[attr])]
         else:
-            dtype = values[attr][0] if attr else dtype_name(arg.type)
+            dtype = values[attr][0] if attr else dtype_of_number(arg.type)
             places += [(attr, None, dtype)] * values.get(arg.number_attr, 1)
     return places

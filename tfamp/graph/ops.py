@@ -108,11 +108,11 @@ def _plain(value: AttrValue) -> Any:
     """
     kind = value.WhichOneof("value")
     if kind == "type":
-        return tf_private.dtype_name(value.type)
+        return tf_private.dtype_of_number(value.type)
     if kind == "i":
         return value.i
     if kind == "list":
-        return tuple(tf_private.dtype_name(dtype) for dtype in value.list.type)
+        return tuple(tf_private.dtype_of_number(dtype) for dtype in value.list.type)
     return None
 
 
@@ -129,7 +129,7 @@ def first_ports(op_signature: OpSignature, node: NodeDef) -> dict[str, int]:
 def _allowed(attr: Any) -> frozenset[str] | None:
     if not attr.HasField("allowed_values"):
         return None
-    return frozenset(tf_private.dtype_name(dtype) for dtype in attr.allowed_values.list.type)
+    return frozenset(tf_private.dtype_of_number(dtype) for dtype in attr.allowed_values.list.type)
 
 
 # ---- Properties of ops ---------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def rewrite_graph_def(
     )
     use = GraphUse(fetches, feeds)
     options, graph = resolved(options), Graph(graph_def, use.names).copy().inline_calls()
-    return RewriteResult(graph.graph_def, convert(graph, options, use))
+    return RewriteResult(graph.graph_def, convert_graph(graph, options, use))
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
@@ -219,7 +219,7 @@ def _run(passes: Iterable[Pass], *args: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedGraph:
+class IndexedGraph:
     """A graph after its first passes, with its index: the input of every decision about it.
 
     Attributes:
@@ -231,37 +231,35 @@ class PreparedGraph:
     indexes: Sequence[structures.GraphIndex]
 
 
-def convert(graph: Graph, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
+def convert_graph(graph: Graph, options: RewriteOptions, use: GraphUse) -> structures.RewritePlan:
     """Converts a graph in place; returns the plan.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    prepared = prepare(graph, options)
-    return convert_prepared(graph, options, decided(prepared, options, use))
+    indexed = index_after_passes(graph, options)
+    return carry_out(graph, options, decide_nodes(indexed, options, use))
 
 
 @collector_paused()
-def prepare(graph: Graph, options: RewriteOptions) -> PreparedGraph:
+def index_after_passes(graph: Graph, options: RewriteOptions) -> IndexedGraph:
     """Runs the first passes on a graph, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
     _run(_passes_for(graph, options, carries_plan=False), graph, options)
     indexes = index_bodies(graph, options.dtype, options.device)
-    return PreparedGraph(graph, indexes)
+    return IndexedGraph(graph, indexes)
 
 
 @collector_paused()
-def decided(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
+def decide_nodes(indexed: IndexedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
     """Decides about a graph, which is not modified."""
-    return decide(prepared.indexes, prepared.graph.weights, options, use)
+    return decide(indexed.indexes, indexed.graph.weights, options, use)
 
 
-def convert_prepared(
-    graph: Graph, options: RewriteOptions, decision: Decision
-) -> structures.RewritePlan:
+def carry_out(graph: Graph, options: RewriteOptions, decision: Decision) -> structures.RewritePlan:
     """Converts a graph in place, as was decided; returns the plan."""
     passes = _passes_for(graph, options, carries_plan=True)
     # Not as a decorator: its frame would end the search for the user's.
@@ -428,12 +426,12 @@ def _dtype_now(body: Body, index: structures.GraphIndex, slot: structures.TypeSl
     node = index.nodes[slot.node]
     named = body.named(node.name)
     if node.op in (structures.ARGUMENT, structures.RESULT):
-        return tf_private.dtype_name(named.type)
+        return tf_private.dtype_of_number(named.type)
     if slot.attr not in named.attr:  # The op fixes it, or it has its default.
         return slot.dtype
     value = named.attr[slot.attr]
     dtype = value.type if slot.entry is None else value.list.type[slot.entry]
-    return tf_private.dtype_name(dtype)
+    return tf_private.dtype_of_number(dtype)
 
 
 def _violation(place: str, cause: str) -> RewriteError:

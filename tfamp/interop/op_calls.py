@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def as_tensor(value: Any, op_input: OpInput) -> Tensor:
+def op_input_tensor(value: Any, op_input: OpInput) -> Tensor:
     """Converts an input of an op to a tensor, as TensorFlow does before it runs the op."""
     hint = None if hasattr(value, "dtype") else op_input.default
     return tf.convert_to_tensor(value, op_input.dtype, dtype_hint=hint)

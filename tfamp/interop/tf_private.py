@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import tensorflow as tf
 
-from tfamp.core.device_names import device_kind_of as device_kind_of
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
 from tfamp.core.kinds import (
@@ -182,7 +182,7 @@ def held_dtype(handle: Handle) -> str:
     """
     data = private("ops.handle_data_util:get_handle_data")(handle)
     known = data is not None and data.is_set and len(data.shape_and_type) == 1
-    return dtype_name(data.shape_and_type[0].dtype) if known else ""
+    return dtype_of_number(data.shape_and_type[0].dtype) if known else ""
 
 
 def resource_kind(handle: Handle) -> str:
@@ -384,7 +384,9 @@ def kernels(op: str) -> tuple[Kernel, ...]:
         Kernel(
             device=kernel.device_type.lower(),
             dtypes={
-                constraint.name: frozenset(map(dtype_name, constraint.allowed_values.list.type))
+                constraint.name: frozenset(
+                    map(dtype_of_number, constraint.allowed_values.list.type)
+                )
                 for constraint in kernel.constraint
             },
         )
@@ -419,7 +421,7 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
 
 
 @functools.cache
-def dtype_name(number: int) -> str:
+def dtype_of_number(number: int) -> str:
     """Returns the name of a dtype enum in a graph; of a reference dtype its value's name."""
     try:
         return tf.as_dtype(number).base_dtype.name

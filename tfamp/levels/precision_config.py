@@ -41,7 +41,7 @@ _GOES_WITH = {
 _WORDS = {
     "placement": options.PLACEMENTS,
     "weight_rounding": options.WEIGHT_ROUNDINGS,
-    "slots": options.SLOTS,
+    "slots": options.SLOT_DTYPES,
 }
 
 # Other systems' names, as on the migration pages: torch and mmdetection, DeepSpeed.

@@ -20,7 +20,7 @@ from tfamp.planning.structures import (
     Edge,
     GraphIndex,
     IndexedNode,
-    Tensor,
+    NodeOutput,
     op_types,
 )
 
@@ -49,7 +49,7 @@ class ScopeCosts:
     """
 
     slots: Sequence[tuple[float, float]]
-    casts: Mapping[Tensor, float]
+    casts: Mapping[NodeOutput, float]
     overheads: Sequence[float]
     unshaped: Set[int] = frozenset()
 
@@ -63,9 +63,9 @@ class ScopeCosts:
         return node.op in FREE_OPS or not any(slot in self.unshaped for slot in node.slots)
 
 
-def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, list[Edge]]:
+def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[NodeOutput, list[Edge]]:
     """Returns the tensors that need a Cast if these slots are low, each with its edges."""
-    crossing: dict[Tensor, list[Edge]] = {}
+    crossing: dict[NodeOutput, list[Edge]] = {}
     for edge in index.edges:
         if (edge.source in low) != (edge.target in low):
             crossing.setdefault(index.tensor(edge), []).append(edge)
@@ -102,10 +102,10 @@ class _Estimate:
         # Most tensors share their shapes with others.
         counted = {shape: counted_shape(shape) for shape in set(index.shapes.values())}
         self._shapes = {tensor: counted[shape] for tensor, shape in index.shapes.items()}
-        self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
+        self._inputs: list[dict[int, NodeOutput]] = [{} for _ in index.nodes]
         # For each slot the tensors that have its dtype.
-        self._read: list[list[Tensor]] = [[] for _ in index.slots]
-        self._written: list[dict[Tensor, None]] = [{} for _ in index.slots]
+        self._read: list[list[NodeOutput]] = [[] for _ in index.slots]
+        self._written: list[dict[NodeOutput, None]] = [{} for _ in index.slots]
         for edge in index.edges:
             tensor = index.tensor(edge)
             self._inputs[index.slots[edge.target].node][edge.input] = tensor
@@ -211,7 +211,7 @@ class _Estimate:
             return 2 * written
         return written + sum([size(tensor, 0.0) for tensor in self._read[slot]])
 
-    def _cast_seconds(self, tensor: Tensor, source: str, target: str) -> float:
+    def _cast_seconds(self, tensor: NodeOutput, source: str, target: str) -> float:
         if source == target:
             return 0.0
         size = self._sizes.get(tensor, 0.0) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))

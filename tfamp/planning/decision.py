@@ -41,12 +41,12 @@ from tfamp.planning.structures import (
     Edge,
     GraphIndex,
     IndexedNode,
+    NodeOutput,
     NodePlan,
     Reason,
     Retype,
     RewritePlan,
     RewriteSummary,
-    Tensor,
     TypeSlot,
     free_name,
 )
@@ -373,7 +373,7 @@ class Joined:
         If the shape of a slot in `safe` is unknown, the costs of its whole scope are.
         """
         times = [(0.0, 0.0)] * len(self.index.slots)
-        casts: dict[Tensor, float] = {}
+        casts: dict[NodeOutput, float] = {}
         overheads: list[float] = []
         unshaped: set[int] = set()
         edges = iter(self.index.edges)
@@ -498,7 +498,7 @@ def _join_indexes(
     slots: list[TypeSlot] = []
     edges: list[Edge] = []
     largest: dict[int, float] = {}
-    shapes: dict[Tensor, tuple[int | None, ...]] = {}  # of variables and constants
+    shapes: dict[NodeOutput, tuple[int | None, ...]] = {}  # of variables and constants
     for number, scope in enumerate(scopes):
         joined, offset = places[number], offsets[number]
         shared = links[number].slots if number in links else {}

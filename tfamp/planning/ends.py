@@ -28,7 +28,7 @@ _SOURCES = op_types("""
 _TERMS = op_types("Add AddN AddV2 Identity Mul Neg RealDiv Sub")
 
 
-class State(NamedTuple):
+class LoopVariable(NamedTuple):
     """A variable of a loop, by the slots of the loop's functions.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ends:
     stored: Ordered = field(default_factory=dict)
     conditions: Ordered = field(default_factory=dict)
     across: dict[int, list[int]] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, LoopVariable] = field(default_factory=dict)
 
 
 def ends_of(
@@ -116,13 +116,15 @@ def ends_of(
     return ends
 
 
-def _add_states(states: dict[int, State], scope: GraphIndex, of_scope: Sequence[int]) -> None:
+def _add_states(
+    states: dict[int, LoopVariable], scope: GraphIndex, of_scope: Sequence[int]
+) -> None:
     """Adds the variables of a loop, as far as they are in one of its functions."""
     for node in scope.nodes:
         if node.op not in (ARGUMENT, RESULT):
             continue
         for slot in node.slots:
-            state = states.setdefault(of_scope[slot], State([], []))
+            state = states.setdefault(of_scope[slot], LoopVariable([], []))
             is_next = node.op == RESULT
             found, near = (state.sources, scope.fanin) if is_next else (state.targets, scope.fanout)
             found += (of_scope[other] for other in near[slot])

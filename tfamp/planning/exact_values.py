@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS
-from tfamp.planning.ends import Ends, State
+from tfamp.planning.ends import Ends, LoopVariable
 from tfamp.planning.op_sets import CHOICES, DECOMPOSITIONS
 from tfamp.planning.probabilities import DIFFERENCES, Probabilities
 from tfamp.planning.structures import LOOPS, GraphIndex, Reason, along, op_types, reach
@@ -137,7 +137,10 @@ def _values_of(flow: ValueFlow, ends: Ends, dtype: str) -> _Values:
 
 
 def _before_returned(
-    flow: ValueFlow, ends: Iterable[int], without: Collection[int], states: Mapping[int, State]
+    flow: ValueFlow,
+    ends: Iterable[int],
+    without: Collection[int],
+    states: Mapping[int, LoopVariable],
 ) -> Collection[int]:
     """Slots that lead to some ends without a product between, in the last iteration of loops.
 
@@ -163,7 +166,7 @@ def _before_returned(
     return {*before, *returned}
 
 
-def _leads_on(flow: ValueFlow, slot: int, state: State, inside: bool, ways: Ways) -> bool:
+def _leads_on(flow: ValueFlow, slot: int, state: LoopVariable, inside: bool, ways: Ways) -> bool:
     """Whether a state leads to an end without a product on any way, in or behind its loop."""
     leads = across = 0
     for target in flow.targets[slot]:

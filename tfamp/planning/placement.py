@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from typing import Any, TypeAlias
 
 from tfamp.planning.cost import ScopeCosts, scope_seconds
-from tfamp.planning.structures import FLOAT32, GraphIndex, Painting, Reason, Regions, Tensor
+from tfamp.planning.structures import FLOAT32, GraphIndex, NodeOutput, Painting, Reason, Regions
 
 _LOW = "low"  # the source; the sink is FLOAT32
 
@@ -102,7 +102,7 @@ def _slot_arcs(
 
 def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> Iterator[Arc]:
     """Arcs for the time of Casts; all consumers of a tensor share one."""
-    consumers: dict[tuple[Tensor, Hashable], dict[Hashable, None]] = {}
+    consumers: dict[tuple[NodeOutput, Hashable], dict[Hashable, None]] = {}
     for edge in index.edges:
         source, target = (end if end in free else FLOAT32 for end in (edge.source, edge.target))
         if index.slots[edge.source].dtype == FLOAT32 and source != target:

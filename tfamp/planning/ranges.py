@@ -20,7 +20,7 @@ from tfamp.core.dtypes import float_format
 from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
 from tfamp.planning.kernels import stalling_terms
 from tfamp.planning.op_sets import STORED
-from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, Tensor, op_types, reach
+from tfamp.planning.structures import FLOAT32, GraphIndex, NodeOutput, Reason, op_types, reach
 
 RULE = "calibration"
 # Scope, node, output port.
@@ -150,7 +150,7 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
     return chosen
 
 
-def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
+def _measured(index: GraphIndex, ranges: Ranges) -> dict[NodeOutput, TensorRange]:
     """The ranges of a scope's tensors; constants also in branches that never ran."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
     constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
@@ -161,7 +161,7 @@ def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
     }
 
 
-def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
+def _ends(index: GraphIndex) -> Iterator[tuple[int, NodeOutput]]:
     """Nodes at both ends of the edges that could be converted, with the tensor."""
     for edge in index.edges:
         if index.slots[edge.source].dtype == FLOAT32:
@@ -203,9 +203,11 @@ def _judge(
     return measured.max_abs, Reason(RULE, text)
 
 
-def _depths(index: GraphIndex, ranges: Mapping[Tensor, TensorRange]) -> Iterator[tuple[int, int]]:
+def _depths(
+    index: GraphIndex, ranges: Mapping[NodeOutput, TensorRange]
+) -> Iterator[tuple[int, int]]:
     """Number of values that nodes sum for one result, by the measured shapes."""
-    shapes: dict[Tensor, Shape] = {}
+    shapes: dict[NodeOutput, Shape] = {}
     for tensor, measured in ranges.items():
         if measured.shape is not None:
             shapes[tensor] = measured.shape

@@ -23,7 +23,7 @@ from tfamp.reports.plan_tables import plan_fragment, plan_text
 
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.
-Tensor: TypeAlias = tuple[int, int]
+NodeOutput: TypeAlias = tuple[int, int]
 # An ordered set of slots or nodes.
 Ordered: TypeAlias = dict[int, None]
 
@@ -164,7 +164,7 @@ class GraphIndex:
     nodes: tuple[IndexedNode, ...]
     slots: tuple[TypeSlot, ...]
     edges: tuple[Edge, ...]
-    shapes: Mapping[Tensor, tuple[int | None, ...]] = field(default_factory=dict)
+    shapes: Mapping[NodeOutput, tuple[int | None, ...]] = field(default_factory=dict)
     largest: Mapping[int, float] = field(default_factory=dict)
 
     @functools.cached_property
@@ -196,7 +196,7 @@ class GraphIndex:
             table[slot].append(neighbour)
         return tuple(tuple(dict.fromkeys(near)) for near in table)
 
-    def size(self, tensor: Tensor) -> int | None:
+    def size(self, tensor: NodeOutput) -> int | None:
         """Returns a tensor's number of elements; None if its shape is unknown."""
         shape = self.shapes.get(tensor, (None,))
         known = [dimension for dimension in shape if dimension is not None]
@@ -232,7 +232,7 @@ class GraphIndex:
                 sources[slot.node][self.slots[source].node] = None
         return producers_first(range(len(self.nodes)), sources.__getitem__)
 
-    def tensor(self, edge: Edge) -> Tensor:
+    def tensor(self, edge: Edge) -> NodeOutput:
         """Returns the tensor of an edge: the position of its producer, and the output port."""
         return self.slots[edge.source].node, edge.port
 

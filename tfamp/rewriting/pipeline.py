@@ -25,7 +25,13 @@ from tfamp.graph.calibration import measure
 from tfamp.graph.graph import Graph, new_suffix
 from tfamp.graph.inlining import INLINED_INTO
 from tfamp.graph.nodes import SHAPES
-from tfamp.graph.rewrite import PreparedGraph, convert_prepared, decided, prepare, resolved
+from tfamp.graph.rewrite import (
+    IndexedGraph,
+    carry_out,
+    decide_nodes,
+    index_after_passes,
+    resolved,
+)
 from tfamp.interop import imported_graphs, tf_private
 from tfamp.planning.decision import Decision
 from tfamp.planning.options import GraphUse, RewriteOptions
@@ -64,7 +70,7 @@ def call_converted(
     # An autocast around the call would cast before the rewrite decides, outputs included.
     with current_modes.set_to(None), _watching_steps(options):
         traced = _trace(function, call)
-    graph, plan = converted(function, traced, options)
+    graph, plan = graph_in_low_precision(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
     results = iter(_into_current_graph(graph, traced, values, options))
     result = tf.nest.map_structure(
@@ -75,7 +81,7 @@ def call_converted(
     return result, plan
 
 
-def converted(
+def graph_in_low_precision(
     function: TracedFunction, traced: Trace, options: RewriteOptions
 ) -> tuple[Graph, RewritePlan | None]:
     """Returns the graph of a trace in low precision, and the plan."""
@@ -83,13 +89,13 @@ def converted(
         return _flat(traced), None
     options, shared = resolved(options), _shared_by(function)
     if shared is None or shared.trace is not traced:
-        prepared, use = _prepared(function, traced, options)
-        decision = decided(prepared, options, use)
-        graph = prepared.graph
+        indexed, use = _indexed(function, traced, options)
+        decision = decide_nodes(indexed, options, use)
+        graph = indexed.graph
     else:
-        prepared, decision = _shared_decision(shared, function, options)
-        graph = prepared.graph.copy()
-    return graph, convert_prepared(graph, options, decision)
+        indexed, decision = _shared_decision(shared, function, options)
+        graph = indexed.graph.copy()
+    return graph, carry_out(graph, options, decision)
 
 
 def shared_plan(function: TracedFunction, options: RewriteOptions) -> RewritePlan | None:
@@ -102,19 +108,19 @@ def shared_plan(function: TracedFunction, options: RewriteOptions) -> RewritePla
 
 def _shared_decision(
     shared: _Shared, function: TracedFunction, options: RewriteOptions
-) -> tuple[PreparedGraph, Decision]:
-    shared.prepared = shared.prepared or _prepared(function, shared.trace, options)
-    graph, use = shared.prepared
+) -> tuple[IndexedGraph, Decision]:
+    shared.indexed = shared.indexed or _indexed(function, shared.trace, options)
+    indexed, use = shared.indexed
     # "fused" decides as "min_cut" does.
     placement = "lists" if options.placement == "lists" else "min_cut"
     if placement not in shared.decisions:
-        shared.decisions[placement] = decided(graph, options, use)
-    return graph, shared.decisions[placement]
+        shared.decisions[placement] = decide_nodes(indexed, options, use)
+    return indexed, shared.decisions[placement]
 
 
-def _prepared(
+def _indexed(
     function: TracedFunction, traced: Trace, options: RewriteOptions
-) -> tuple[PreparedGraph, GraphUse]:
+) -> tuple[IndexedGraph, GraphUse]:
     """Inlines the calls of a trace, measures ranges on calibration data, runs the passes."""
     graph, ranges = _flat(traced), None
     inputs = [tensor.name for tensor in traced.inputs]
@@ -124,7 +130,7 @@ def _prepared(
         batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
         ranges = measure(graph, inputs, batches, traced.captured_inputs, outputs)
     use = graph_use(outputs, inputs, options, ranges)
-    return prepare(graph, options), use
+    return index_after_passes(graph, options), use
 
 
 def graph_use(
@@ -181,7 +187,7 @@ class _Shared:
     """Values that rewrites of a function share: trace, graph after the passes, decisions."""
 
     trace: Trace = None
-    prepared: tuple[PreparedGraph, GraphUse] | None = None
+    indexed: tuple[IndexedGraph, GraphUse] | None = None
     decisions: dict[str, Decision] = field(default_factory=dict)
 
 

@@ -38,7 +38,7 @@ from tfamp.graph.nodes import (
 from tfamp.graph.observe import held_variables
 from tfamp.graph.ops import CALLS
 from tfamp.graph.passes.constants import fold_casts
-from tfamp.graph.rewrite import convert, resolved
+from tfamp.graph.rewrite import convert_graph, resolved
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
@@ -124,7 +124,7 @@ def rewrite_meta_graph(
         graph.main.by_name[root].attr["functions"].list.func.add(name=name)
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
-    plan = convert(graph, resolved(options), use)
+    plan = convert_graph(graph, resolved(options), use)
     graph.main.drop({root})
     result = Graph(meta_graph.graph_def)
     result.main.replace_nodes(graph.main.nodes)

@@ -33,7 +33,7 @@ from tfamp.core.scopes import decorated
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, patching, tf_private
-from tfamp.interop.op_calls import as_tensor, may_record, plain_attrs
+from tfamp.interop.op_calls import may_record, op_input_tensor, plain_attrs
 from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
 from tfamp.torch_style import modes
@@ -58,7 +58,7 @@ from tfamp.torch_style.modes import (
     Block,
     Mode,
     current_modes,
-    dtype_name,
+    held_dtype,
     recast,
     yielded_dtype,
 )
@@ -186,7 +186,7 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> bo
     stays = target == mode.dtype and not (gains or written) and _all_yield(members)
     if stays:
         target = "float32"
-    if all(isinstance(member, _TENSORS) and dtype_name(member) == target for member in members):
+    if all(isinstance(member, _TENSORS) and held_dtype(member) == target for member in members):
         return stays
     for index in places:
         value = inputs[index]
@@ -203,7 +203,7 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Operand]) -> bo
 def _all_yield(members: list[Operand]) -> bool:
     """Whether all tensors among the members of a group yield."""
     return all(
-        modes.yields(member) or isinstance(member, modes.ARRAYS) or not dtype_name(member)
+        modes.yields(member) or isinstance(member, modes.ARRAYS) or not held_dtype(member)
         for member in members
     )
 
@@ -230,7 +230,7 @@ def _as_tensors(value: Operand, op_input: OpInput) -> Nest:
     if value is None or isinstance(value, _TENSORS):
         return value
     with current_modes.set_to(None):
-        return as_tensor(value, op_input)
+        return op_input_tensor(value, op_input)
 
 
 def _target(
@@ -243,7 +243,7 @@ def _target(
         target = modes.widest(dtypes)
     else:
         cast_by_user = (member for member in members if getattr(member, EXPLICIT, False))
-        explicit = set(map(dtype_name, cast_by_user))
+        explicit = set(map(held_dtype, cast_by_user))
         target = modes.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
     if "float32" in floats and any(modes.is_lost(member, low) for member in members):
@@ -270,7 +270,7 @@ def cast(
 ) -> Tensor:
     """Runs a cast and marks a user's as explicit; leaves out some of library code."""
     run = functools.partial(original, x, DstT, *args, **kwargs)
-    source, target = dtype_name(x), tf.as_dtype(DstT).name
+    source, target = held_dtype(x), tf.as_dtype(DstT).name
     if source not in EDITABLE or target not in EDITABLE or not tf.is_tensor(x):
         return run()
     module, function = _caller()
@@ -295,7 +295,7 @@ def public_cast(
 ) -> Tensor:
     """Marks a user's cast to the dtype that a tensor has, for which no op runs."""
     result = original(x, dtype, name)
-    if result is not x or not tf.is_tensor(x) or dtype_name(x) not in EDITABLE:
+    if result is not x or not tf.is_tensor(x) or held_dtype(x) not in EDITABLE:
         return result
     if _caller()[0].startswith(patching.LIBRARIES):
         return result
@@ -350,7 +350,7 @@ def custom_gradient(mode: Mode, original: Original, f: Original, args: Nest, kwa
     @functools.wraps(f)
     def with_gradient(*args: Any, **kwargs: Any) -> tuple[Nest, Callable[..., Nest]]:
         result, grad_fn = f(*args, **kwargs)
-        dtypes = [dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
+        dtypes = [held_dtype(arg) for arg in tf.nest.flatten((args, kwargs))]
         reading = keras_hooks.reading_again()
 
         @functools.wraps(grad_fn)
@@ -373,7 +373,7 @@ def _recast_gradients(
     if not variables:
         return _in_dtypes(gradients, dtypes)
     of_inputs, of_variables = gradients
-    pairs = zip(of_variables, map(dtype_name, variables), strict=False)
+    pairs = zip(of_variables, map(held_dtype, variables), strict=False)
     return _in_dtypes(of_inputs, dtypes), [recast(*pair) for pair in pairs]
 
 
@@ -495,7 +495,7 @@ def loop_check(mode: Mode, original: Original, *args: Any) -> Any:
 
 def _align(outputs: Nest, like: Nest) -> Nest:
     """Casts a loop body's outputs to the dtypes of its inputs."""
-    return _in_dtypes(outputs, [dtype_name(value) for value in tf.nest.flatten(like)])
+    return _in_dtypes(outputs, [held_dtype(value) for value in tf.nest.flatten(like)])
 
 
 def branch_check(
@@ -520,7 +520,7 @@ def branches(
 
 def _differ(values: Sequence[Operand]) -> bool:
     """Whether the outputs of branches have mixed dtypes to promote."""
-    dtypes = {dtype_name(value) for value in values}
+    dtypes = {held_dtype(value) for value in values}
     return len(dtypes) > 1 and dtypes <= EDITABLE
 
 

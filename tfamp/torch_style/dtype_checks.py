@@ -25,7 +25,7 @@ from tfamp.torch_style.modes import (
     EXPLICIT,
     Mode,
     current_modes,
-    dtype_name,
+    held_dtype,
     recast,
     yielded_dtype,
 )
@@ -68,7 +68,7 @@ def _converted(
     The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
     assigned to; the dtype is None if the following op decides it.
     """
-    held = dtype_name(value)
+    held = held_dtype(value)
     if held not in EDITABLE:
         return value, dtype
     function = _function_of(caller)
@@ -110,7 +110,7 @@ def stacked(
 
 def _mixes(values: Iterable[Operand]) -> bool:
     """Whether tensors among the values have mixed float dtypes."""
-    dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
+    dtypes = {held_dtype(value) for value in values if tf.is_tensor(value)}
     return len(dtypes & EDITABLE) > 1
 
 
@@ -156,7 +156,7 @@ def _loss_op(mode: Mode, original: Original, *args: Any, **kwargs: Any) -> Nest:
 
 def _for_loss(value: Operand) -> Operand:
     """Casts a low tensor up; probabilities still lead to the logits that Keras computes with."""
-    if not tf.is_tensor(value) or dtype_name(value) not in LOW_PRECISION:
+    if not tf.is_tensor(value) or held_dtype(value) not in LOW_PRECISION:
         return value
     with current_modes.set_to(None):
         logits = keras_hooks.logits_of(value)

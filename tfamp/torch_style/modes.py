@@ -187,7 +187,7 @@ def is_lost(value: Operand, dtype: str) -> bool:
     return bool(magnitudes.astype(tf.as_dtype(dtype).as_numpy_dtype) in (0, 1))
 
 
-def dtype_name(value: Operand) -> str:
+def held_dtype(value: Operand) -> str:
     """The name of a value's dtype; "" for numbers, lists and None."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
@@ -199,7 +199,7 @@ def dtype_name(value: Operand) -> str:
 
 def read(value: Operand) -> Operand:
     """Reads a variable of a layer: in float32, and yielding to low tensors."""
-    if dtype_name(value) != "float32" or not isinstance(value, (tf.Variable, tf.Tensor)):
+    if held_dtype(value) != "float32" or not isinstance(value, (tf.Variable, tf.Tensor)):
         return value
     with current_modes.set_to(None):
         # A tensor is the value in a `keras.StatelessScope`, whose other uses do not yield.
@@ -229,8 +229,8 @@ def yields(value: Operand) -> bool:
 
 
 def yielded_dtype(value: Operand, mode: Mode) -> str:
-    """The name of the dtype that a value has in a choice among dtypes; "" as `dtype_name`."""
-    return mode.dtype if yields(value) else dtype_name(value)
+    """The name of the dtype that a value has in a choice among dtypes; "" as `held_dtype`."""
+    return mode.dtype if yields(value) else held_dtype(value)
 
 
 def widest(dtypes: set[str]) -> str:
@@ -240,7 +240,7 @@ def widest(dtypes: set[str]) -> str:
 
 def recast(value: Operand, dtype: str) -> Operand:
     """Casts float16, bfloat16 and float32 values to another of these; leaves others alone."""
-    held = dtype_name(value)
+    held = held_dtype(value)
     if held not in EDITABLE or dtype not in EDITABLE or isinstance(value, tf.TypeSpec):
         return value
     if held == dtype:

@@ -39,10 +39,11 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.kinds import DType, Function, Handle, Nest, Optimizer, Tensor, Variable
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow, slot
-from tfamp.interop.tf_private import device_kind_of, is_compiled_by_xla, xla_works
+from tfamp.interop.tf_private import is_compiled_by_xla, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 

@@ -18,7 +18,7 @@ _SUMS = "sums of squared gradients"
 # State of Keras's optimizers that low-precision slots cannot hold; docs/guides/master_weights.md
 # has the reasons. SGD has none but a momentum; wrappers have the state of the optimizers inside.
 # By names, as not every release of Keras has all; subclasses inherit the entry.
-SLOTS = {
+STATE_NEEDING_FLOAT32 = {
     "SGD": "",
     **dict.fromkeys(("RMSprop", "Adam", "AdamW", "Nadam", "Lamb", "Adadelta"), _AVERAGES),
     **dict.fromkeys(("Adafactor", "Muon", "ScheduleFreeAdamW"), _AVERAGES),
@@ -48,8 +48,8 @@ def exact_state_of(optimizer: Optimizer) -> str:
     if getattr(optimizer, "use_ema", False):
         return "running averages of the weights (use_ema)"
     for base in type(optimizer).__mro__:
-        if base.__module__.partition(".")[0] == "keras" and base.__name__ in SLOTS:
-            return SLOTS[base.__name__]
+        if base.__module__.partition(".")[0] == "keras" and base.__name__ in STATE_NEEDING_FLOAT32:
+            return STATE_NEEDING_FLOAT32[base.__name__]
     return _UNKNOWN
 
 

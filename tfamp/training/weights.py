@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Handle, Optimizer, Tensor, Variable
@@ -207,7 +208,7 @@ class MasterWeights(PlainWeights):
     def _are_on_accelerators(self) -> bool:
         """Whether a master is not on a CPU: there the host would wait for a device's check."""
         devices = (native(master).device for master in self.masters)
-        return any(tf_private.device_kind_of(device) != "cpu" for device in devices)
+        return any(device_kind_of(device) != "cpu" for device in devices)
 
     def store(self) -> None:
         """Assigns the masters, rounded, to the variables."""
