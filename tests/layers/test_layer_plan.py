@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import wrapped_methods
 from tfamp.layers.layer_plan import LayerFacts, LayerPlan, plan_layer
 from tfamp.layers.model_calls import described_plan, plan_of
@@ -184,3 +185,18 @@ def test_a_comparison_and_the_settings_print_plans(low):
     settings = tfamp.prepare(model, level="O2", dtype=low).settings
     for text in (str(settings), settings._repr_html_()):
         assert plans["unit"] in text
+
+
+def test_a_plan_names_the_policy_that_the_layer_has(low):
+    image = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3)(layers.Rescaling(1 / 255)(image))
+    x = layers.Flatten()(layers.BatchNormalization()(x))
+    inner = keras.Model(image, layers.Dense(4)(x))
+    model = keras.Sequential([inner, layers.Dense(3), layers.Softmax()])
+    model(np.ones((1, 8, 8, 3)))
+    planned = [layer for layer in layers_of(model) if plan_of(layer) and plan_of(layer).policy]
+    names = {type(layer).__name__ for layer in planned}
+    assert names >= {"Rescaling", "Conv2D", "BatchNormalization", "Dense", "Softmax", "Sequential"}
+    for layer in planned:
+        assert plan_of(layer).policy == layer.dtype_policy.name, layer.name
+    assert {plan_of(layer).policy for layer in planned} == {f"mixed_{low}", "float32"}

@@ -292,11 +292,11 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
     inside = facts.float32_inside if protected else ""
     fused = facts.low if facts.managed and facts.can_fuse else ""
     inputs = _inputs(facts, inside, angles)
-    low_role = role in ("", "hidden")
+    is_low = role in ("", "hidden") and not facts.stays
     low_product = role == "output" and facts.low_products and facts.has_product
     return LayerPlan(
         role=role,
-        policy=(facts.policy_name if low_role else "float32") if facts.managed else "",
+        policy=(facts.policy_name if is_low else "float32") if facts.managed else "",
         refusal=refusal,
         inputs=inputs,
         autocast=not (facts.uncast or inputs in ("uncast", "lowered")),
