@@ -1,4 +1,4 @@
-"""What a mixed policy decides about a layer: its assignment, and the plan of its calls, as values.
+"""Decisions of a mixed policy about a layer, as values: its assignment, and the plan of its calls.
 
 An `Assignment` is the dtype that a layer computes in, who decided that, and its role. `assigned`
 makes it from the class of the layer and a policy: a policy does so when it constructs a layer, and

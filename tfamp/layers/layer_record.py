@@ -64,7 +64,7 @@ class ModelGraph:
 
 @dataclass(frozen=True, eq=False)
 class LayerRecord:
-    """What tfamp knows of a layer or model.
+    """Everything that tfamp knows of a layer or model.
 
     Attributes:
         assignment: The dtype that it computes in, and who decided that.

@@ -51,7 +51,7 @@ class LayerSettings:
         >>> model = keras.Sequential(layers, name="texts")
         >>> prepared = tfamp.prepare(model, level="O2", dtype="bfloat16")
         >>> [layer.calls for layer in prepared.settings.layers]
-        ['hidden; exact ids; exact sums', 'output; exact sums']
+        ['hidden; exact ids; exact sums', 'output of texts; exact sums']
     """
 
     path: str
@@ -92,7 +92,7 @@ class PrecisionSettings:
         level           O2 (layer policies)
         dtype           bfloat16
         ...
-        sequential/head  Dense  float32  float32    output
+        sequential/head  Dense  float32  float32    output  output of sequential; exact sums
     """
 
     level: str | None
