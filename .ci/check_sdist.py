@@ -1,13 +1,18 @@
 """Checks that a source distribution, and the wheel built from it, hold what git would commit.
 
+The links of the description that the wheel carries must be absolute.
+
 python .ci/check_sdist.py SDIST WHEEL, in the checkout.
 """
 
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 
+# A link or picture of README that is not absolute: a package index shows README without the checkout.
+RELATIVE = re.compile(r'\]\((?!https?://|#)[^)]*\)|src="(?!https?://)[^"]*"')
 # What only a checkout needs; Hatchling adds .gitignore, which it obeys, and PKG-INFO.
 CHECKOUT_ONLY = (".github/", ".gitignore", ".pre-commit-config.yaml")
 ADDED = {".gitignore", "PKG-INFO"}
@@ -33,5 +38,9 @@ if __name__ == "__main__":
     committed = _committed()
     _check(sdist, {name.partition("/")[2] for name in names} - ADDED, committed)
     package = {name for name in committed if name.startswith("tfamp/")}
-    inside = set(zipfile.ZipFile(wheel).namelist())
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+        metadata = next(name for name in inside if name.endswith(".dist-info/METADATA"))
+        if relative := RELATIVE.findall(archive.read(metadata).decode()):
+            sys.exit(f"{metadata}: not absolute {relative[:9]}")
     _check(wheel, {name for name in inside if name.startswith("tfamp/")}, package)

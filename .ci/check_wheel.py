@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 # Bytes; nearly all of them are code.
-LARGEST = 550_000
+LARGEST = 600_000
 
 wheel = Path(sys.argv[1])
 names = zipfile.ZipFile(wheel).namelist()
