@@ -1,5 +1,6 @@
 """The policy `auto` picks for a machine, and how the machine's facts are read."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tensorflow.python import pywrap_tfe
 
 import tfamp
 from tfamp.layers.fused_norms import has_fused_kernel
+from tfamp.levels.effective_level import effective_level
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Gpu, Hardware, automatic_policy, parse_cpuinfo
 
@@ -81,10 +83,10 @@ def test_cpuinfo(text, model, flag):
 
 @pytest.fixture
 def undetected():
-    hardware._cpu.cache_clear()
+    hardware._cpuinfo.cache_clear()
     hardware._detected.cache_clear()
     yield
-    hardware._cpu.cache_clear()
+    hardware._cpuinfo.cache_clear()
     hardware._detected.cache_clear()
 
 
@@ -115,7 +117,7 @@ def test_gpus_are_those_that_are_not_hidden_known_or_not(undetected, monkeypatch
     assert has_fused_kernel("float32", 1e-6)
     visible.append(gpu)
     details.clear()
-    hardware._cpu.cache_clear()
+    hardware._cpuinfo.cache_clear()
     hardware._detected.cache_clear()
     assert hardware.detect().gpus == (Gpu("unknown GPU", None),)
 
@@ -140,3 +142,38 @@ def test_a_capability_tensorflow_cannot_parse(given, capability, policy, undetec
     assert "NVIDIA H100" in hardware.automatic_policy(hardware.detect())[1]
     tfamp.set_global_policy("auto")
     assert tfamp.global_policy().name == policy
+
+
+# Vendor and flags of CPUs with bfloat16 instructions, and whether "auto" uses them.
+CPUS = {
+    "Cooper Lake": ("GenuineIntel", "avx512f avx512_bf16", False),
+    "Sapphire Rapids": ("GenuineIntel", "avx512f avx512_bf16 amx_tile amx_bf16", True),
+    "Sapphire Rapids, tiles hidden by the machine's host": ("GenuineIntel", "avx512_bf16", False),
+    "Zen 4": ("AuthenticAMD", "avx512f avx512_bf16", True),
+    "Zen 5": ("AuthenticAMD", "avx512f avx512_bf16 avx_vnni", True),
+    "Graviton 3": ("", "fphp asimdhp bf16", True),
+}
+
+
+@pytest.mark.parametrize(("vendor", "flags", "gains"), CPUS.values(), ids=CPUS)
+def test_auto_is_float32_where_bfloat16_is_slow_by_the_description_of_the_cpu(
+    vendor, flags, gains, undetected, monkeypatch, tmp_path
+):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\nmodel name\t: X\nflags\t\t: fpu {flags}\n" * 2)
+    monkeypatch.setattr(hardware, "Path", lambda path: cpuinfo)
+    found = dataclasses.replace(hardware.detect(), gpus=(), tpu=False)
+    assert found.cpu_bfloat16, "doctor says that it multiplies bfloat16 in any case"
+    policy, reason = automatic_policy(found)
+    assert policy == ("mixed_bfloat16" if gains else "float32")
+    assert ("half of float32's speed" in reason) == (not gains)
+    level = effective_level(tfamp.PrecisionConfig(level="auto"), found)
+    assert (level.level, level.dtype) == (("O1", "bfloat16") if gains else ("O0", "float32"))
+    profile = hardware.profile_of("cpu")
+    speeds = profile.peaks["matmul"]
+    assert (speeds["bfloat16"] > speeds["float32"]) == gains
+
+
+def test_a_gpu_decides_beside_a_cpu_whose_bfloat16_is_slow():
+    found = machine(cpu_bfloat16=True, cpu_slow_bfloat16=True, gpus=gpus((8, 0)))
+    assert automatic_policy(found)[0] == "mixed_bfloat16"

@@ -361,7 +361,7 @@ RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
             and f"{e.speed_of_auto:.2g}"
         ),
         'In the dtype of the policy "auto" matmuls are {0} times as fast as in float32 here, '
-        "so layers under it are slower. An Intel Xeon with AVX512-BF16 and without AMX was so.",
+        "so layers under it are slower.",
         'Give the policy "float32", or rewrite: tfamp.rewrite and levels "O1" and "auto" '
         "convert only what this machine runs faster, and tfamp.tune measures it.",
         f"{_PAGES}/benchmarks.md",

@@ -37,6 +37,9 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and scalar fphp would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+# Tiles multiply bfloat16 faster than float32; Intel's dot products in vectors take twice as long.
+_TILES = "amx_bf16"
+_SLOW_VENDOR = "GenuineIntel"
 # With one of these TensorFlow runs oneDNN's kernels for the dtype, otherwise Eigen's, whatever
 # the CPU multiplies. Source: IsDataTypeSupportedByOneDNNOnThisCPU in
 # `core/graph/mkl_graph_util.h`.
@@ -131,6 +134,8 @@ class Hardware:
         cpu_float16: Whether the CPU has vector float16 arithmetic.
         gpus: The GPUs visible to TensorFlow.
         tpu: Whether a TPU is visible.
+        cpu_slow_bfloat16: Whether those instructions are slower than float32's: AVX512-BF16 of
+            Intel CPUs, without AMX.
     """
 
     cpu_model: str
@@ -138,6 +143,7 @@ class Hardware:
     cpu_float16: bool
     gpus: tuple[Gpu, ...]
     tpu: bool
+    cpu_slow_bfloat16: bool = False
 
     @property
     def weakest_gpu(self) -> Gpu | None:
@@ -164,12 +170,11 @@ def detect() -> Hardware:
 
 
 @functools.cache
-def _cpu() -> tuple[str, frozenset[str]]:
+def _cpuinfo() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        text = f"model name: {platform.processor()}"
-    return parse_cpuinfo(text)
+        return f"model name: {platform.processor()}"
 
 
 @functools.cache
@@ -187,19 +192,20 @@ def onednn_dtypes() -> frozenset[str]:
 
     if not tf_private.uses_onednn():
         return frozenset()
-    _, flags = _cpu()
+    _, flags = parse_cpuinfo(_cpuinfo())
     return frozenset(dtype for dtype, needed in _ONEDNN_FLAGS.items() if flags & needed)
 
 
 @functools.cache
 def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
-    model, flags = _cpu()
+    model, flags = parse_cpuinfo(_cpuinfo())
     return Hardware(
         cpu_model=model,
         cpu_bfloat16=bool(flags & _BFLOAT16_FLAGS),
         cpu_float16=bool(flags & _FLOAT16_FLAGS),
         gpus=tuple(map(_gpu, gpus)),
         tpu=tpu,
+        cpu_slow_bfloat16=has_slow_bfloat16(_cpuinfo()),
     )
 
 
@@ -223,6 +229,11 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
         return "mixed_bfloat16", "TPUs multiply bfloat16 natively"
     if hardware.weakest_gpu is not None:
         return _policy_of(hardware.weakest_gpu)
+    if hardware.cpu_slow_bfloat16:
+        return "float32", (
+            "this Intel CPU has AVX512-BF16 and no AMX: it multiplies bfloat16 at about half of "
+            "float32's speed, and the machine has no GPU and no TPU"
+        )
     if hardware.cpu_bfloat16:
         return "mixed_bfloat16", "this CPU multiplies bfloat16 natively"
     # float16 needs a loss scale and pays on GPUs only, even if a CPU has float16 arithmetic.
@@ -269,12 +280,37 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
         >>> parse_cpuinfo("model name : Xeon\nflags : fpu amx_bf16")[0]
         'Xeon'
     """
+    fields = _fields(text)
+    flags = fields.get("flags") or fields.get("features") or ""
+    return fields.get("model name", ""), frozenset(flags.split())
+
+
+def has_slow_bfloat16(text: str) -> bool:
+    r"""Whether a CPU multiplies bfloat16 by its own instructions, and slower than float32.
+
+    From its description alone, not from a measurement, so that all workers of a job agree.
+
+    Args:
+        text: The contents of /proc/cpuinfo.
+
+    Example:
+        >>> has_slow_bfloat16("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16")
+        True
+        >>> has_slow_bfloat16("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16")
+        False
+    """
+    _, flags = parse_cpuinfo(text)
+    is_slow_vendor = _fields(text).get("vendor_id") == _SLOW_VENDOR
+    return is_slow_vendor and bool(flags & _BFLOAT16_FLAGS) and _TILES not in flags
+
+
+def _fields(text: str) -> dict[str, str]:
+    """The first value of each key of a /proc/cpuinfo, by the key in small letters."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip().lower(), value.strip())
-    flags = fields.get("flags") or fields.get("features") or ""
-    return fields.get("model name", ""), frozenset(flags.split())
+    return fields
 
 
 # ---- The machine profile ---------------------------------------------------------------
@@ -298,7 +334,8 @@ def profile_of(kind: str) -> MachineProfile:
     """Returns the built-in profile of a kind of device, adapted to this machine."""
     hardware = detect()
     if kind == "cpu":
-        return builtin_profile(kind, bfloat16=hardware.cpu_bfloat16, float16=hardware.cpu_float16)
+        gains = hardware.cpu_bfloat16 and not hardware.cpu_slow_bfloat16
+        return builtin_profile(kind, bfloat16=gains, float16=hardware.cpu_float16)
     gpu = hardware.weakest_gpu
     if kind != "gpu" or gpu is None:
         return builtin_profile(kind)
