@@ -90,6 +90,15 @@ def test_the_words_of_a_warning_are_on_the_page():
     assert words in page_text()
 
 
+def test_the_words_of_the_warning_of_a_loss_that_keras_never_scaled_are_on_the_page():
+    with tfamp.policy_scope("mixed_float16"):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(name="sgd"))
+    weight = keras.Variable([1.0])
+    with pytest.warns(tfamp.TfampWarning) as caught:
+        optimizer.apply([tf.ones(1)], [weight])
+    assert str(caught[0].message).partition(" Keras wraps the")[0] in page_text()
+
+
 class Average(keras.layers.Layer):
     def build(self, shape):
         self.average = self.add_weight(shape=(2,), trainable=False, name="average")

@@ -29,7 +29,7 @@ from tfamp.layers import model_calls
 from tfamp.layers.layer_record import assignment_of, note, record_of
 from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy
-from tfamp.training import underflow
+from tfamp.training import keras_scaling, underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
@@ -259,7 +259,9 @@ def _follow() -> None:
     levels = [*_open_scopes, *([] if _process is None else [_process])]
     constructors.keep(any(level.policy.is_mixed for level in levels))
     policy_source.keep(bool(levels))
-    underflow.watch("policy", any(level.policy.compute_dtype == "float16" for level in levels))
+    in_float16 = any(level.policy.compute_dtype == "float16" for level in levels)
+    underflow.watch("policy", in_float16)
+    keras_scaling.watch(in_float16)
 
 
 def _patch(policy: Policy) -> None:
