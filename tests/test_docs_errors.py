@@ -99,6 +99,20 @@ def test_the_words_of_the_warning_of_a_loss_that_keras_never_scaled_are_on_the_p
     assert str(caught[0].message).partition(" Keras wraps the")[0] in page_text()
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_words_of_the_warning_of_a_later_policy_are_on_the_page(is_built):
+    model = keras.Sequential([keras.layers.Dense(1)], name="sequential")
+    if is_built:
+        model.build((None, 2))
+    model.compile("sgd", "mse", run_eagerly=True)
+    with tfamp.policy_scope("mixed_bfloat16"), pytest.warns(tfamp.TfampWarning) as caught:
+        model.fit(SINGLE, SINGLE, verbose=0)
+    text = str(caught[0].message)
+    words = "was built before the policy" if is_built else text.partition(" Set the")[0]
+    assert words in text
+    assert words in page_text()
+
+
 class Average(keras.layers.Layer):
     def build(self, shape):
         self.average = self.add_weight(shape=(2,), trainable=False, name="average")
