@@ -311,11 +311,11 @@ def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
         has_layers = model.built or len(layers) > 1
         if has_layers and not is_touched and not is_low:
             note(model, warned=True)
-            was, them = ("built", "it trains") if model.built else ("made", "its layers train")
+            was, trains = ("built", "it trains") if model.built else ("made", "its layers train")
             warnings.warn(
-                f"{model.name} was {was} before the policy {level.policy.name!r} was set, so {them} "
-                "in float32: a policy is for layers that are made later. Set the policy first, or "
-                "convert the built model with tfamp.prepare(model).",
+                f"{model.name} was {was} before the policy {level.policy.name!r} was set, so "
+                f"{trains} in float32: a policy is for layers that are made later. Set the policy "
+                "first, or convert the built model with tfamp.prepare(model).",
                 NothingConvertedWarning,
                 stacklevel=level_of_user(),
             )
