@@ -1,4 +1,4 @@
-"""One warning where Keras's LossScaleOptimizer divides gradients of a loss that nobody scaled.
+"""Warnings where Keras's LossScaleOptimizer divides gradients that nobody scaled, or clipped ones.
 
 Keras wraps the optimizer of every model that is compiled under "mixed_float16". Its own train step
 scales the loss; one of the user's has to, and without it the weights stand still in silence.
@@ -17,10 +17,12 @@ import keras
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Optimizer
 from tfamp.interop.patching import Patch, level_of_user
+from tfamp.training.clipped_gradients import were_clipped
 
 # Optimizers that a loss was scaled with, perhaps in a trace that has not run yet, or that were
 # warned of.
 _settled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told_of_clips: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def watch(wanted: bool) -> None:
@@ -47,7 +49,32 @@ def _apply(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **nam
     if is_keras_s and optimizer not in _settled:
         _settled.add(optimizer)
         _warn(optimizer)
+    elif optimizer not in _told_of_clips and were_clipped(
+        optimizer, *_gradients_and_scale(optimizer, *args, **named)
+    ):
+        _told_of_clips.add(optimizer)
+        _warn_of_clip(optimizer)
     return original(optimizer, *args, **named)
+
+
+def _gradients_and_scale(
+    optimizer: Optimizer, grads: Any, trainable_variables: Any = None
+) -> tuple[Any, Any]:
+    """The arguments of `apply` that count, and the scale of the step."""
+    return list(grads), optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+
+
+def _warn_of_clip(optimizer: Optimizer) -> None:
+    inner = optimizer.inner_optimizer.name
+    warnings.warn(
+        f"{optimizer.name}, Keras's LossScaleOptimizer around {inner}, is given gradients that "
+        "were clipped while they were multiplied by the loss scale, and divides them by it: they "
+        "become far too small, and training stands still. Let the optimizer clip, which unscales "
+        f"first: give {inner} global_clipnorm=1.0, or compile with "
+        "tfamp.LossScaleOptimizer(..., grad_clip=1.0).",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _warn(optimizer: Optimizer) -> None:
