@@ -90,6 +90,45 @@ def test_the_words_of_a_warning_are_on_the_page():
     assert words in page_text()
 
 
+def test_the_words_of_the_warning_of_a_loss_that_keras_never_scaled_are_on_the_page():
+    with tfamp.policy_scope("mixed_float16"):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(name="sgd"))
+    weight = keras.Variable([1.0])
+    with pytest.warns(tfamp.TfampWarning) as caught:
+        optimizer.apply([tf.ones(1)], [weight])
+    assert str(caught[0].message).partition(" Keras wraps the")[0] in page_text()
+
+
+def test_the_words_of_the_warning_of_clipped_gradients_are_on_the_page():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), name="loss_scale_optimizer")
+    weight = keras.Variable([1.0, 2.0])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value**2))
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, [weight.value]), 1.0)
+        optimizer.apply(gradients, [weight])
+
+    with pytest.warns(tfamp.TfampWarning) as caught:
+        step()
+    assert str(caught[0].message).partition(" Unscale them")[0] in page_text()
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_words_of_the_warning_of_a_later_policy_are_on_the_page(is_built):
+    model = keras.Sequential([keras.layers.Dense(1)], name="sequential")
+    if is_built:
+        model.build((None, 2))
+    model.compile("sgd", "mse", run_eagerly=True)
+    with tfamp.policy_scope("mixed_bfloat16"), pytest.warns(tfamp.TfampWarning) as caught:
+        model.fit(SINGLE, SINGLE, verbose=0)
+    text = str(caught[0].message)
+    words = "was built before the policy" if is_built else text.partition(" Set the")[0]
+    assert words in text
+    assert words in page_text()
+
+
 class Average(keras.layers.Layer):
     def build(self, shape):
         self.average = self.add_weight(shape=(2,), trainable=False, name="average")

@@ -114,3 +114,45 @@ def test_keras_file_resumes_bit_identically(tmp_path, policy):
 
 def assert_equal_state(actual, expected):
     assert_same_values(snapshot(actual, actual.optimizer), snapshot(expected, expected.optimizer))
+
+
+def test_a_file_of_a_bare_optimizer_keeps_its_state_if_it_is_loaded_in_float32(tmp_path):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(32, 4)).astype("float32"), np.ones((32, 1), "float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.save(tmp_path / "bare.keras")
+    # Keras's own wrapper takes nothing of it, and Keras says so.
+    with tfamp.policy_scope("mixed_float16"), pytest.warns(UserWarning, match="Skipping variable"):
+        wrapped = keras.models.load_model(tmp_path / "bare.keras")
+    assert int(wrapped.optimizer.iterations) == 0
+    with tfamp.policy_scope("float32"):
+        loaded = keras.models.load_model(tmp_path / "bare.keras")
+    tfamp.prepare(loaded, level="O2", dtype="float16")
+    assert int(loaded.optimizer.iterations) == 4
+    slots = [v.numpy() for v in model.optimizer.variables[2:]]
+    restored = [v.numpy() for v in loaded.optimizer.inner_optimizer.variables[2:]]
+    for slot, value in zip(slots, restored, strict=True):
+        np.testing.assert_array_equal(slot, value)
+    assert any(np.any(slot) for slot in slots)
+    for each in (model, loaded):
+        each.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    for weight, value in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_allclose(value, weight, atol=2e-4)
+
+
+def test_a_checkpoint_of_a_bare_optimizer_has_all_but_the_scale_and_the_counters(tmp_path):
+    weight, bare = keras.Variable([1.0, 2.0]), keras.optimizers.Adam(0.1)
+    bare.apply([tf.ones(2)], [weight])
+    path = tf.train.Checkpoint(optimizer=bare).save(tmp_path / "bare")
+    wrapper = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    wrapper.build([weight])
+    status = tf.train.Checkpoint(optimizer=wrapper).restore(path)
+    with pytest.raises(AssertionError) as missing:
+        status.assert_existing_objects_matched()
+    # Only variables of the wrapper are missing.
+    assert "adam" not in str(missing.value)
+    for mine, theirs in zip(wrapper.inner_optimizer.variables, bare.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+    assert int(wrapper.iterations) == 1

@@ -452,6 +452,9 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         self._check_known(variables)
         if unscaled is None and self._divides:
             self.scaling_warnings.before_step(grads, variables)
+        if not unscaled and self._divides:
+            scale, known = as_tensor(self.dynamic_scale), unscaled is False
+            self.scaling_warnings.before_dividing(self, grads, scale, known)
         if self.rule == FixedLossScale(1.0):
             unscaled = True
         record, weights = self.gradient_record, self.stored_weights

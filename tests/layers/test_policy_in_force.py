@@ -365,6 +365,68 @@ def test_a_model_built_before_the_policy_was_set_is_named_once():
     assert {layer.compute_dtype for layer in model.layers} == {"float32"}
 
 
+class Subclassed(keras.Model):
+    """A model that makes its layers at once, or as it is built."""
+
+    def __init__(self, late=False):
+        super().__init__()
+        self.late = late
+        if not late:
+            self.make()
+
+    def make(self):
+        self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(1)
+
+    def build(self, shape):
+        if self.late:
+            self.make()
+        self.hidden.build(shape)
+        self.out.build((*shape[:-1], 8))
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def subclassed(**arguments):
+    keras.utils.set_random_seed(0)
+    model = Subclassed(**arguments)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mse", run_eagerly=True)
+    return model
+
+
+def deferred():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [subclassed, deferred])
+def test_a_model_that_is_built_after_the_policy_was_set_but_made_before_is_named_once(make):
+    model = make()
+    assert not model.built
+    with tfamp.policy_scope("mixed_bfloat16"):
+        (found,) = warnings_of_fit(model)
+        assert not warnings_of_fit(model)
+    assert f"{model.name} was made before the policy 'mixed_bfloat16'" in str(found.message)
+    assert found.filename == __file__
+    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+    # The fit was in float32, bit for bit.
+    other = make()
+    for _ in range(2):
+        other.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    for weight, value in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
+def test_a_model_that_makes_its_layers_as_it_is_built_is_not():
+    model = subclassed(late=True)
+    with tfamp.policy_scope("mixed_bfloat16"):
+        assert not warnings_of_fit(model)
+    assert model.hidden.compute_dtype == "bfloat16"
+
+
 def test_a_model_of_the_policy_or_of_a_level_or_with_low_layers_is_not():
     with tfamp.policy_scope("mixed_bfloat16"):
         models = [compiled(), compiled()]

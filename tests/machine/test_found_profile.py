@@ -28,8 +28,9 @@ SLOW = dataclasses.replace(
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty cache, and TFAMP_PROFILE not set."""
+    """An empty cache, and no variable set."""
     monkeypatch.delenv("TFAMP_PROFILE")
+    monkeypatch.delenv("TFAMP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hardware._measured.cache_clear()
     yield Path(platformdirs.user_cache_dir("tfamp", False))
@@ -152,6 +153,23 @@ def test_the_variable_chooses(folder, measured, monkeypatch, tmp_path):
     assert find_profile().profile == given
     (tmp_path / "given.json").write_text("{}")
     with pytest.raises(ValueError, match="a profile must be a JSON object with name, peaks"):
+        find_profile()
+
+
+def test_with_the_cache_off_no_file_is_written_or_read(folder, measured, monkeypatch):
+    monkeypatch.setenv("TFAMP_CACHE", "off")
+    found = find_profile()
+    assert found == (SLOW, "measured now, not kept, as TFAMP_CACHE=off says")
+    assert find_profile() == found
+    assert len(measured) == 1  # in a process
+    assert not folder.exists()
+    monkeypatch.delenv("TFAMP_CACHE")
+    assert "kept in" in find_profile().source
+    monkeypatch.setenv("TFAMP_CACHE", "off")
+    another_process()
+    assert "measured now" in find_profile().source
+    monkeypatch.setenv("TFAMP_CACHE", "of")
+    with pytest.raises(ValueError, match="TFAMP_CACHE must be \"off\", or unset.*got 'of'"):
         find_profile()
 
 

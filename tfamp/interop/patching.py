@@ -45,6 +45,8 @@ _KERAS_AND_PUBLIC = (
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("step", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     ("scaled_step", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply"),
+    ("keras_scale_loss", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.scale_loss"),
+    ("keras_scaling_init", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.__init__"),
     ("slot", "keras.src.optimizers.base_optimizer:BaseOptimizer.add_variable_from_reference"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Makes tensors of the numbers that an op combines with a tensor, in that tensor's dtype.

@@ -29,7 +29,7 @@ from tfamp.layers import model_calls
 from tfamp.layers.layer_record import assignment_of, note, record_of
 from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy
-from tfamp.training import underflow
+from tfamp.training import keras_scaling, underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
@@ -259,7 +259,9 @@ def _follow() -> None:
     levels = [*_open_scopes, *([] if _process is None else [_process])]
     constructors.keep(any(level.policy.is_mixed for level in levels))
     policy_source.keep(bool(levels))
-    underflow.watch("policy", any(level.policy.compute_dtype == "float16" for level in levels))
+    in_float16 = any(level.policy.compute_dtype == "float16" for level in levels)
+    underflow.watch("policy", in_float16)
+    keras_scaling.watch(in_float16)
 
 
 def _patch(policy: Policy) -> None:
@@ -299,18 +301,21 @@ def _functional_init(original: Method, model: Functional, *args: Any, **kwargs: 
 
 
 def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fit`; warns once of a model that was built before the policy was set."""
+    """Calls `fit`; warns once of a model that was made before the policy was set."""
     level = _level_in_force()
     if level is not None and level.policy.is_mixed and not record_of(model).warned:
         layers = keras_hooks.layers_of(model)
         is_touched = any(wrapped_methods(layer) or assignment_of(layer) for layer in layers)
         is_low = any(layer.compute_dtype in LOW_PRECISION for layer in layers)
-        if model.built and not is_touched and not is_low:
+        # `fit` builds a model that has only its layers. Without any it makes them under the policy.
+        has_layers = model.built or len(layers) > 1
+        if has_layers and not is_touched and not is_low:
             note(model, warned=True)
+            was, trains = ("built", "it trains") if model.built else ("made", "its layers train")
             warnings.warn(
-                f"{model.name} was built before the policy {level.policy.name!r} was set, so it "
-                "trains in float32: a policy is for layers that are made later. Set the policy "
-                "first, or convert the model with tfamp.prepare(model).",
+                f"{model.name} was {was} before the policy {level.policy.name!r} was set, so "
+                f"{trains} in float32: a policy is for layers that are made later. Set the policy "
+                "first, or convert the built model with tfamp.prepare(model).",
                 NothingConvertedWarning,
                 stacklevel=level_of_user(),
             )
@@ -319,7 +324,7 @@ def _fit(original: Method, model: Model, *args: Any, **kwargs: Any) -> Any:
 
 policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
 constructors = Patch(
-    optional={"fit": "a model that was built before its policy was set trains in silence."},
+    optional={"fit": "a model that was made before its policy was set trains in silence."},
     layer_init=_layer_init,
     functional_init=_functional_init,
     fit=_fit,

@@ -66,8 +66,8 @@ CACHE_VARIABLE = "TFAMP_CACHE"
 _VARIABLES = (CACHE_VARIABLE, VARIABLE)
 
 
-def keeps_choices() -> bool:
-    """Returns whether measured choices are kept in the cache, which TFAMP_CACHE=off prevents.
+def keeps_files() -> bool:
+    """Returns whether measurements are kept in the cache, which TFAMP_CACHE=off prevents.
 
     Raises:
         ValueError: TFAMP_CACHE has another value.
@@ -84,7 +84,7 @@ def warn_of_variables() -> None:
     A value of TFAMP_PROFILE is checked where the profile is read.
     """
     try:
-        keeps_choices()
+        keeps_files()
     except ValueError as error:
         warnings.warn(str(error), TfampWarning, stacklevel=1)
     for variable in os.environ:
@@ -356,8 +356,12 @@ def find_profile() -> FoundProfile:
     """Returns the profile of this machine, selected by the environment variable TFAMP_PROFILE.
 
     If it is unset, the profile comes from the cache; without a cached one, the machine is
-    measured, which takes about two seconds, once per process. A machine that cannot be measured
-    gets the built-in profile and a `TfampWarning`; so does a cache that cannot be written.
+    measured, which takes about two seconds, once per process. TFAMP_CACHE=off leaves the cache
+    alone. A machine that cannot be measured gets the built-in profile and a `TfampWarning`; so does
+    a cache that cannot be written.
+
+    Raises:
+        ValueError: One of the two variables has a value without meaning.
     """
     choice = os.environ.get(VARIABLE, "")
     if choice == "builtin":
@@ -370,8 +374,12 @@ def find_profile() -> FoundProfile:
             raise ValueError(f"{_CHOICES}. Got {choice!r}: {error}") from error
     facts = json.dumps({"format": _FORMAT, **machine_facts()})
     name = f"machine-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.json"
+    if not keeps_files():
+        told_by = f"{CACHE_VARIABLE}=off"
+    else:
+        told_by = f"{VARIABLE}=measure" if choice else ""
     with _MEASURING:
-        return _measured(facts, None if choice else cache_folder() / name)
+        return _measured(facts, None if told_by else cache_folder() / name, told_by)
 
 
 def key_of_found(profile: MachineProfile) -> str:
@@ -441,8 +449,11 @@ def _built_in(source: str) -> FoundProfile:
 
 
 @functools.cache
-def _measured(facts: str, path: Path | None) -> FoundProfile:
-    """Reads a profile from its file or measures it; once per process for these facts."""
+def _measured(facts: str, path: Path | None, told_by: str) -> FoundProfile:
+    """Reads a profile from its file or measures it; once per process for these facts.
+
+    Without a path `told_by` is the variable that keeps the cache out of it.
+    """
     import tensorflow as tf
 
     from tfamp.machine import profile_measure
@@ -456,7 +467,7 @@ def _measured(facts: str, path: Path | None) -> FoundProfile:
         warnings.warn(text, TfampWarning, stacklevel=3)
         return _built_in("the built-in table, as this machine cannot be measured")
     if path is None:
-        return FoundProfile(profile, f"measured now, as {VARIABLE} says")
+        return FoundProfile(profile, f"measured now, not kept, as {told_by} says")
     if cached := _read(path):  # Processes that started together share one measurement.
         return cached
     costs = (

@@ -62,7 +62,7 @@ def choice_file(program: str, arguments: Mapping[str, Any]) -> Path | None:
         arguments: Other values that the choice depends on; their `repr` is the same in every
             process.
     """
-    if not hardware.keeps_choices():
+    if not hardware.keeps_files():
         return None
     facts = {
         **hardware.machine_facts(),

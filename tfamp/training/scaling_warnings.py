@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.kinds import Tensor, Variable
+from tfamp.core.kinds import Optimizer, Tensor, Variable
 from tfamp.interop.patching import level_of_user
+from tfamp.training.clipped_gradients import were_clipped
 from tfamp.training.gradients import dtype_name
 from tfamp.training.scaling import GradientRecord
 
@@ -57,6 +58,27 @@ class ScalingWarnings:
                 "apply divides the gradients by it. If they have been divided by it already, pass "
                 "unscaled=True, or divide with optimizer.get_unscaled_gradients(gradients). If "
                 "not, pass unscaled=False."
+            )
+
+    def before_dividing(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor], scale: Tensor, known: bool
+    ) -> None:
+        """Warns of gradients that were clipped and are still scaled.
+
+        `known` is whether the caller says that they are scaled, rather than the calls before.
+        """
+        record = self._record
+        scaled = record.was_used and record.last_call != "unscale"
+        # One that divides by hand is told of that.
+        if not known and (not scaled or record.was_read_after_scaling):
+            return
+        if were_clipped(optimizer, gradients, scale):
+            self._warn_once(
+                f"{self._name} is given gradients that were clipped while they were multiplied by "
+                "the loss scale, and divides them by it: they become far too small, and training "
+                "stands still. Unscale them first: clip the result of "
+                "optimizer.get_unscaled_gradients(gradients), and apply that. Or let the "
+                "optimizer clip: tfamp.LossScaleOptimizer(..., grad_clip=1.0)."
             )
 
     def _computes_in_float16(self, tensors: Sequence[Tensor]) -> bool:
