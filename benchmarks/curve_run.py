@@ -9,7 +9,8 @@ after it.
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from benchmarks.keras_side import Trainer
 from benchmarks.workloads import Sizes
 from tfamp.machine.file_replacing import replace_text
 
+_STARTED_BY = os.getppid()
 # Seeds begin so many batches apart; held-out data are others, so their numbers may be the same.
 _BATCHES_OF_A_SEED = 10**6
 
@@ -109,10 +111,7 @@ def train(setup: Setup, folder: Path, end: float | None = None) -> Curve:
 
 def _is_over(end: float | None) -> bool:
     """Whether the time is up, or whoever started this process is gone and may start it again."""
-    parent = multiprocessing.parent_process()
-    return (end is not None and time.time() >= end) or (
-        parent is not None and not parent.is_alive()
-    )
+    return (end is not None and time.time() >= end) or os.getppid() != _STARTED_BY
 
 
 def _known(setup: Setup, path: Path) -> Curve | None:
@@ -183,3 +182,13 @@ def _restored(variables: Sequence[Any], setup: Setup, path: Path) -> Curve | Non
         for number, each in enumerate(variables):
             each.assign(saved[str(number)])
     return curve
+
+
+def main() -> None:
+    """Trains what is on stdin, as JSON: a setup, a folder and when to stop."""
+    setup, folder, end = json.load(sys.stdin)
+    train(Setup(**setup), Path(folder), end)
+
+
+if __name__ == "__main__":
+    main()

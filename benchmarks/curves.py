@@ -12,11 +12,15 @@ was by the same command.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +76,30 @@ def _ways(systems: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, str]
     return [(BASE, BASE), *low]
 
 
-def _train(work: tuple[Setup, Path, float | None]) -> str:
-    from benchmarks import curve_run  # In the run's own process: policies are of a process.
-
-    setup, folder, end = work
-    curve = curve_run.train(setup, folder, end)
-    return f"{setup.name}: step {curve.step} of {setup.steps}"
-
-
 def train_all(wanted: Sequence[Setup], folder: Path, end: float | None, processes: int) -> None:
-    """Trains what is not at its end yet; nothing is begun or goes on after a `time.time()`."""
-    work = [(setup, folder, end) for setup in wanted]
-    context = multiprocessing.get_context("spawn")
+    """Trains what is not at its end yet; nothing is begun or goes on after a `time.time()`.
+
+    Raises:
+        subprocess.CalledProcessError: A run failed, for the reason that it printed.
+    """
+
+    def train(setup: Setup) -> None:
+        # A process each: policies are of a process.
+        command = [sys.executable, "-m", "benchmarks.curve_run"]
+        work = json.dumps([asdict(setup), str(folder), end])
+        subprocess.run(command, input=work, text=True, check=True)
+
+    folder.mkdir(parents=True, exist_ok=True)
     with (
-        context.Pool(processes, maxtasksperchild=1) as pool,
+        ThreadPoolExecutor(processes) as pool,
         reporting("runs", len(wanted)) as progress,
     ):
-        for words in pool.imap_unordered(_train, work, chunksize=1):
-            progress(words)
+        try:
+            for setup, _ in zip(wanted, pool.map(train, wanted), strict=True):
+                progress(setup.name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 # ---- The picture ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
-from benchmarks import curve_results, curve_run, curves
+from benchmarks import curve_results, curve_run, curves, report
 from benchmarks.curve_results import Curve, Evaluation, Setup
 from helpers.cases import tiers
 
 ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs" / "assets"
 
 
 def a_setup(task="transformer", system="float32", dtype="float32", seed=0, steps=6):
@@ -29,24 +31,18 @@ def a_setup(task="transformer", system="float32", dtype="float32", seed=0, steps
 # Runs
 
 
+# Products are the same bit for bit however threads share them. Convolutions are not on a busy CPU:
+# the ResNet goes on in processes of one thread, below.
 @pytest.mark.parametrize(
-    ("task", "system", "dtype"),
+    ("system", "dtype"),
     tiers(
-        [("transformer", "tfamp_policy", "float16")],
-        [
-            ("resnet", "tfamp_policy", "bfloat16"),
-            ("resnet", "keras_policy", "float16"),
-            ("transformer", "float32", "float32"),
-        ],
-        [
-            ("resnet", "float32", "float32"),
-            ("transformer", "keras_policy", "bfloat16"),
-            ("transformer", "keras_policy", "float16"),
-            ("resnet", "tfamp_policy", "float16"),
-        ],
+        [("tfamp_policy", "float16")],
+        [("keras_policy", "float16"), ("float32", "float32")],
+        [("tfamp_policy", "bfloat16"), ("keras_policy", "bfloat16")],
     ),
 )
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, task, system, dtype):
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, system, dtype):
+    task = "transformer"
     setup = a_setup(task, system, dtype, seed=1)
     whole = curve_run.train(setup, tmp_path / "whole")
     assert whole.done
@@ -125,25 +121,36 @@ def test_a_run_whose_time_is_up_ends_at_an_evaluation(tmp_path):
     assert (curve.step, curve.done, len(curve.held_out)) == (0, False, 1)
 
 
-@pytest.mark.slow
-def test_a_command_that_was_killed_goes_on_in_new_processes(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.curves", "--size", "small", "--steps", "3000"]
-    command += ["--task", "transformer", "--system", "float32", "--seeds", "1", "--results"]
-    options = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    stopped = tmp_path / "stopped"
-    name = a_setup().name
-    with subprocess.Popen([*command, stopped], start_new_session=True, **options) as process:
-        while not (stopped / f"{name}.json").exists():
+@pytest.mark.parametrize(
+    ("task", "system", "dtype"),
+    tiers(
+        [],
+        [("resnet", "float32", "float32")],
+        [("resnet", "tfamp_policy", "float16"), ("transformer", "tfamp_policy", "bfloat16")],
+    ),
+)
+def test_a_command_that_was_killed_goes_on_in_new_processes(tmp_path, task, system, dtype):
+    command = [sys.executable, "-m", "benchmarks.curves", "--size", "small", "--steps", "40"]
+    command += ["--task", task, "--system", system, "--seeds", "1"]
+    command += ["--dtype", "bfloat16" if dtype == "float32" else dtype, "--results"]
+    threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options = {"cwd": ROOT, "env": os.environ | threads, **quiet}
+    folder = tmp_path / "stopped"
+    last = folder / f"{a_setup(task, system, dtype).name}.json"
+    with subprocess.Popen([*command, folder], start_new_session=True, **options) as process:
+        while not last.exists():
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
-    (part,) = curve_results.read(stopped)
-    assert 0 < part.step < 3000
-    for folder in (stopped, tmp_path / "whole"):
-        subprocess.run([*command, folder], check=True, **options)
-    (again,), (whole,) = (curve_results.read(each) for each in (stopped, tmp_path / "whole"))
+    *before, part = curve_results.read(folder)
+    assert all(curve.done for curve in before)
+    assert 0 < part.step < 40
+    for each in (folder, tmp_path / "whole"):
+        subprocess.run([*command, each], check=True, **options)
+    again, whole = (curve_results.read(each) for each in (folder, tmp_path / "whole"))
     assert again == whole
-    assert again.done
+    assert all(curve.done for curve in again)
 
 
 # Tables, pictures, pages
@@ -206,3 +213,13 @@ def test_runs_of_the_command_are_of_all_ways_and_seeds(capsys):
     with pytest.raises(SystemExit):
         curves.main(["--seeds", "0"])
     assert "--seeds must be at least 1; got 0" in capsys.readouterr().err
+
+
+def test_the_page_has_the_numbers_of_the_file():
+    found = curve_results.read(ASSETS / "curves.json")
+    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    begin, end = report.marks("curves")
+    shown = page.partition(begin)[2].partition(end)[0]
+    assert shown.strip() == curves.section(found).strip()
+    assert re.search(r"!\[.+\]\(assets/curves\.png\)", page)
+    assert (ASSETS / "curves.png").read_bytes().startswith(b"\x89PNG")
