@@ -32,9 +32,14 @@ def characters_and_class(batch: int, width: int, number: int) -> Batch:
     return centred.reshape(batch, -1).astype("float32"), _kinds()[windows[:, -1]]
 
 
-def characters(batch: int, tokens: int, number: int) -> Batch:
-    """Sequences of characters, and the character after each."""
-    windows = _windows(_text(), batch, tokens + 1, number)
+def characters(batch: int, tokens: int, number: int, held_out: bool | None = None) -> Batch:
+    """Sequences of characters, and the character after each.
+
+    With `held_out` they are of the last tenth of the text, or of what is before it.
+    """
+    text = _text()
+    (chosen,) = _part(held_out, len(text) * 9 // 10, text)
+    windows = _windows(chosen, batch, tokens + 1, number)
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -51,9 +56,12 @@ def hidden_words(batch: int, tokens: int, vocabulary: int, number: int) -> Batch
     return np.where(hidden, 0, found).astype("int32"), found
 
 
-def digit_images(batch: int, pixels: int, number: int) -> Batch:
-    """Pictures of digits with three channels, and which digit each is."""
-    clean, digits, random = _digits(batch, pixels, number)
+def digit_images(batch: int, pixels: int, number: int, held_out: bool | None = None) -> Batch:
+    """Pictures of digits with three channels, and which digit each is.
+
+    With `held_out` they are of the last third of the digits, or of those before it.
+    """
+    clean, digits, random = _digits(batch, pixels, number, held_out)
     shape = (*clean.shape, 3)
     return clean[..., None] + _NOISE * random.standard_normal(shape, "float32"), digits
 
@@ -64,6 +72,13 @@ def digit_masks(batch: int, pixels: int, number: int) -> Batch:
     noisy = clean + _NOISE * random.standard_normal(clean.shape, "float32")
     levels = np.clip((clean + 1) / 3 * INK_LEVELS, 0, INK_LEVELS - 1)
     return noisy[..., None], levels.astype("int32")
+
+
+def _part(held_out: bool | None, end: int, *series: np.ndarray) -> tuple[np.ndarray, ...]:
+    """All of some series; or what is held out, from `end` on; or what is learnt from."""
+    if held_out is None:
+        return series
+    return tuple(each[end:] if held_out else each[:end] for each in series)
 
 
 def _windows(series: np.ndarray, batch: int, length: int, number: int) -> np.ndarray:
@@ -108,10 +123,11 @@ def _kinds() -> np.ndarray:
 
 
 def _digits(
-    batch: int, pixels: int, number: int
+    batch: int, pixels: int, number: int, held_out: bool | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
     """Enlarged, shifted digits from -1 (paper) to 2 (ink), and the generator for their noise."""
     images, labels = _all_digits()
+    images, labels = _part(held_out, len(images) * 2 // 3, images, labels)
     random = np.random.default_rng((1, number))
     chosen = random.integers(0, len(images), batch)
     places = np.linspace(-1, 8, pixels)  # A margin on every side, for the shift.

@@ -61,7 +61,11 @@ class Trainer:
             prepared = tfamp.prepare(model, optimizer, level="auto", dtype=self._dtype)
             self._step = prepared.settings.rewrite(models.train_step(*prepared))
             return
-        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._about.compiled)
+        self.use(model, self.with_loss_scale(optimizer))
+
+    def use(self, model: keras.Model, optimizer: Any) -> None:
+        """Makes the step of a model that was made after this object."""
+        step = models.train_step(model, optimizer, xla=self._about.compiled)
         if self._about.placement:
             step = tfamp.rewrite(step, dtype=self._dtype, placement=self._about.placement)
         self._step = step
@@ -103,7 +107,8 @@ class Trainer:
         options = grappler_options(self._system, self._dtype)
         return count_casts(trace(concrete, batch, rewriter_options=options).nodes)
 
-    def _with_loss_scale(self, optimizer: Any) -> Any:
+    def with_loss_scale(self, optimizer: Any) -> Any:
+        """The optimizer in what the system scales losses with, where its dtype needs that."""
         if self._system in (BASE, "float32_xla", CONTROL.name):
             return optimizer
         if self._system in ("keras_policy", "keras_policy_xla", "tensorflow_amp"):

@@ -60,6 +60,28 @@ def convnext(size: Sizes) -> keras.Model:
     return keras.Model(inputs, layers.Dense(data.DIGITS)(x))
 
 
+def resnet(size: Sizes) -> keras.Model:
+    """A ResNet for small images, as He et al. (2016) made it for CIFAR: 6 layers a block, and 2."""
+    x = inputs = keras.Input((size["pixels"], size["pixels"], 3))
+    x = layers.ReLU()(_normed_convolution(x, size["channels"], 3, 1))
+    for stage in range(3):
+        channels = size["channels"] << stage
+        for block in range(size["blocks"]):
+            stride = 2 if stage and not block else 1
+            y = layers.ReLU()(_normed_convolution(x, channels, 3, stride))
+            y = _normed_convolution(y, channels, 3, 1)
+            x = x if stride == 1 else _normed_convolution(x, channels, 1, stride)
+            x = layers.ReLU()(x + y)
+    outputs = layers.Dense(data.DIGITS)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, outputs)
+
+
+def _normed_convolution(x: Any, channels: int, width: int, stride: int) -> Any:
+    x = layers.Conv2D(channels, width, stride, padding="same", use_bias=False)(x)
+    # Averages over 10 steps rather than Keras's 100: runs of some hundred steps end with these.
+    return layers.BatchNormalization(momentum=0.9)(x)
+
+
 def unet(size: Sizes) -> keras.Model:
     """Convolutions with BatchNormalization down and, transposed, up again; skips between."""
     inputs = keras.Input((size["pixels"], size["pixels"], 1))
