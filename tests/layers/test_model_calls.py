@@ -291,6 +291,19 @@ def test_an_exported_model_takes_and_returns_float32(tmp_path, low, way, make):
     np.testing.assert_allclose(result, expected, rtol=1e-2, atol=1e-3)
 
 
+def test_an_export_has_the_signature_that_is_given(tmp_path, low):
+    model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    expected = model(X)
+    given = keras.InputSpec(shape=(2, 8), dtype="float64", name="rows")
+    model.export(str(tmp_path / "m"), input_signature=[given], verbose=False)
+    serving = tf.saved_model.load(str(tmp_path / "m")).signatures["serving_default"]
+    (spec,) = serving.structured_input_signature[1].values()
+    assert (spec.shape, spec.dtype) == ((2, 8), tf.float64)
+    (result,) = serving(**{spec.name: tf.constant(X[:2], "float64")}).values()
+    assert result.dtype == tf.float32
+    np.testing.assert_allclose(result, expected[:2], rtol=1e-2, atol=1e-3)
+
+
 def test_compile_still_scales_the_loss_of_float16_models(low):
     x = keras.Input((8,))
     models = [

@@ -488,7 +488,7 @@ def test_where_it_raises_nothing_has_changed(make, arguments, message):
     [
         ({"keep_float32": ["stuborn"]}, ValueError, "'stubborn'"),
         ({"keep_float32": layers.Conv2D}, ValueError, "no layer"),
-        ({"keep_float32": ["("]}, ValueError, "not a regular expression"),
+        ({"keep_float32": ["("]}, ValueError, r"^keep_float32 holds '\(', which is not a regular"),
         ({"keep_float32": [3]}, TypeError, "keep_float32 takes"),
         ({"level": "O9"}, ValueError, "level must be one of"),
         ({"loss_scale": -1}, ValueError, "scale must be"),

@@ -343,15 +343,20 @@ def test_calls_that_warm_up_do_not_count(cut_layer, x, monkeypatch):
     """As on an H100, where second calls took up to a thousand times as long as later ones."""
     cold = {"float32": [2.3, 0.4], "lists": [0.1], "min_cut": [0.1]}
     warm = {"float32": 0.002, "lists": 0.004, "min_cut": 0.003}
+    counts = collections.defaultdict(list)
 
     def together(call, count):
         placement = candidate_of(call)
+        counts[placement].append(count)
         return cold[placement].pop(0) if cold[placement] else warm[placement]
 
     monkeypatch.setattr(measured_runs, "together", together)
     report = tfamp.tune(cut_layer, x, dtype="bfloat16", candidates=CANDIDATES, rounds=8)
     assert {row.candidate: row.seconds for row in report.rows} == warm
     assert report.chosen.candidate == "float32"
+    # A cold call took long enough alone. How many warm ones a round needs was found anew.
+    assert counts["float32"][:2] == [1, 1]
+    assert counts["float32"][-1] == 2
 
 
 def test_candidates_with_the_same_graph_are_timed_once(layer, x, timed, monkeypatch):

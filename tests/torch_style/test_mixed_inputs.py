@@ -360,3 +360,19 @@ def test_a_list_of_arrays_takes_the_dtype_of_a_tensor(dtype):
         product = tf.ones((2, 2), dtype) * rows
     assert product.dtype == dtype
     np.testing.assert_array_equal(tf.cast(product, tf.float32), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_tensors_of_all_float_dtypes_in_one_op_lose_nothing(dtype, traced):
+    values = [[1 + 2.0**-10], [2.0**100], [1 + 2.0**-20]]  # each needs its dtype
+    names = ("float16", "bfloat16", "float32")
+    tensors = [tf.constant(value, name) for value, name in zip(values, names, strict=True)]
+
+    def joined(*tensors):
+        with tfamp.autocast(dtype):
+            return tf.concat(tensors, 0)
+
+    result = (tf.function(joined) if traced else joined)(*tensors)
+    assert result.dtype == tf.float32
+    np.testing.assert_array_equal(result, np.ravel(values))
