@@ -21,7 +21,7 @@ pytest.importorskip("sklearn")
 sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
-from benchmarks import interleaved, kernels, profile, report, results, serving
+from benchmarks import interleaved, kernels, profile, report, results, scale, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
@@ -454,3 +454,15 @@ def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
         (str(clients), way) for clients in serving.CLIENTS for way in files
     ]
     assert page.read_text(encoding="utf-8").count("| bert | bfloat16, frozen |") == 1
+
+
+@pytest.mark.slow
+def test_first_calls_are_measured_in_processes_and_compared_with_float32s(tmp_path, capsys):
+    path = tmp_path / "scale.json"
+    scale.main(["--layers", "1", "--way", "float32", "rewrite", "--json", str(path)])
+    exact, rewritten = json.loads(path.read_text())
+    assert (exact["way"], rewritten["way"], exact["layers"]) == ("float32", "rewrite", 1)
+    assert exact["nodes"] > 100
+    assert min(exact["seconds"], rewritten["seconds"], exact["memory"]) > 0
+    text = capsys.readouterr().out
+    assert f"{rewritten['seconds'] / exact['seconds']:.2f}" in text

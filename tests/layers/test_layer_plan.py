@@ -119,6 +119,9 @@ class OfLow(layers.Layer):
         super().__init__(**kwargs)
         self.dtype_inside, self.runs = dtype_inside, 0
 
+    def get_config(self):
+        return {**super().get_config(), "dtype_inside": self.dtype_inside}
+
     def build(self, shape):
         self.bias = self.add_weight(shape=shape[-1:], name="bias")
 
@@ -200,3 +203,18 @@ def test_a_plan_names_the_policy_that_the_layer_has(low):
     for layer in planned:
         assert plan_of(layer).policy == layer.dtype_policy.name, layer.name
     assert {plan_of(layer).policy for layer in planned} == {f"mixed_{low}", "float32"}
+
+
+def test_the_configuration_of_a_sequential_has_the_cast_behind_it(low):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(3), OfLow(low, name="odd")])
+    config = model.get_config()
+    names = [entry["class_name"] for entry in config["layers"]]
+    assert names == ["InputLayer", "Dense", "OfLow", "Activation"]
+    x = np.linspace(-1, 1, 6, dtype="float32").reshape(2, 3)
+    assert model(x).dtype == "float32"
+    # A process without tfamp makes the model of it, and gets float32 too.
+    tfamp.set_global_policy("float32")
+    again = keras.Sequential.from_config(config, custom_objects={"OfLow": OfLow})
+    again.set_weights(model.get_weights())
+    assert again(x).dtype == "float32"
+    np.testing.assert_allclose(again(x), model(x), atol=0.02)
