@@ -71,7 +71,6 @@ assert_type(prepared.model.width(), int)
 assert_type(prepared.settings.level, str | None)
 net, optimizer = tfamp.prepare(Net(), level="O1", placement="fused", config={"slots": "float16"})
 assert_type(net, Net)
-net.widths()  # mypy takes Keras's classes for Any  # pyright: ignore[reportAttributeAccessIssue]
 tfamp.prepare(Net(), level="O4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 tfamp.prepare(Net(), dtype="half")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 tfamp.prepare(Net(), placement="cut")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -135,6 +134,6 @@ tfamp.tune(original, 1, candidates=["xla_lists"])  # type: ignore[list-item]  # 
 
 found = find_nonfinite(net, np.ones((2, 4)), dtype="float16")
 assert_type(found, NonFiniteReport | None)
-found.fix  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+print(found.fix)  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
 if found is not None:
     assert_type(found.layer, str | None)
