@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -63,7 +63,7 @@ class _Default(str):
     __slots__ = ()
 
 
-_DEFAULT_LEVEL = cast("Level", _Default("O2"))
+_DEFAULT_LEVEL: Any = _Default("O2")
 
 
 @dataclass(frozen=True, slots=True)
