@@ -21,6 +21,7 @@ from tfamp.core.loss_scale import (
     loss_scale_of_keras_2,
     resolve_loss_scale,
 )
+from tfamp.core.names import ComputeDtype, LowDtype, WeightRounding
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
 from tfamp.interop.keras_saving import (
@@ -136,10 +137,10 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         max_scale: float = DynamicLossScale.max_scale,
         aggregate_in_float16: bool = False,
         master_weights: bool | None = None,
-        weight_rounding: str | None = None,
-        slots: str | None = None,
+        weight_rounding: WeightRounding | None = None,
+        slots: ComputeDtype | None = None,
         grad_clip: GradClip | Mapping[str, Any] | float | None = None,
-        aggregate_in: str | None = None,
+        aggregate_in: LowDtype | None = None,
         name: str | None = None,
     ) -> None:
         scaling.check_scales_no_loss(inner_optimizer, "LossScaleOptimizer")

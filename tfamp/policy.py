@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, cast, get_args
 
 from tfamp.core import dtypes
 from tfamp.core.foreign import advice, described
 from tfamp.core.kinds import DType
+from tfamp.core.names import Float32Outputs, LowDtype, PolicyName
 from tfamp.core.options import nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
@@ -23,7 +24,7 @@ _PREPROCESSING = ".layers.preprocessing."
 # The value of `float32_outputs` for float32 sums of low operands.
 FLOAT32_SUMS: Final = "sums"
 
-POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ class Policy:
         ('BatchNormalization', 'Softmax')
     """
 
-    name: str
-    float32_layers: tuple[type | str, ...] = field(default=_DEFAULT_FLOAT32_LAYERS, kw_only=True)
-    float32_outputs: bool | Literal["sums"] = field(default=True, kw_only=True)
+    name: PolicyName
+    # A tuple, made of any sequence that is given.
+    float32_layers: Sequence[type | str] = field(default=_DEFAULT_FLOAT32_LAYERS, kw_only=True)
+    float32_outputs: Float32Outputs = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         # Fields are normalized here; the dataclass is frozen for its users.
@@ -144,13 +146,18 @@ def prepares_data(layer_class: type) -> bool:
     )
 
 
-def low_dtype(dtype: DType | None) -> str | None:
+def low_dtype(dtype: DType | None) -> LowDtype | None:
     """Returns the low dtype that an argument means, as `core.dtypes.given_low_dtype` reads it.
 
     None and "auto" mean the compute dtype of the policy "auto". Returns None for float32.
     """
     automatic = dtypes.given_low_dtype(dtype) or Policy("auto").compute_dtype
-    return automatic if automatic in dtypes.LOW_PRECISION else None
+    return next((low for low in dtypes.LOW_PRECISION if low == automatic), None)
+
+
+def policy_named(name: str, **fields: Any) -> Policy:
+    """Returns the policy of a name that the program has computed, which no type checker knows."""
+    return Policy(cast("PolicyName", name), **fields)
 
 
 def _resolved_name(name: object) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-LOW_PRECISION = ("float16", "bfloat16")
+from tfamp.core.names import LowDtype
+
+LOW_PRECISION: tuple[LowDtype, ...] = get_args(LowDtype)
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

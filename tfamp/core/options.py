@@ -9,14 +9,16 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from tfamp.core import names
 from tfamp.core.dtypes import float_format
+from tfamp.core.names import LowDtype
 
 _Options = TypeVar("_Options")
 
 # Ways to select the nodes to convert among the safe ones.
-PLACEMENTS = ("min_cut", "lists", "fused")
+PLACEMENTS: tuple[names.Placement, ...] = get_args(names.Placement)
 
 
 def checked_number(
@@ -56,8 +58,8 @@ def checked_flag(name: str, value: object) -> bool:
     return value
 
 
-WEIGHT_ROUNDINGS = ("stochastic", "split")
-SLOT_DTYPES = ("bfloat16", "float16", "float32")
+WEIGHT_ROUNDINGS: tuple[names.WeightRounding, ...] = get_args(names.WeightRounding)
+SLOT_DTYPES: tuple[names.ComputeDtype, ...] = ("bfloat16", "float16", "float32")
 
 
 def checked_word(
@@ -170,7 +172,7 @@ def checked_scale(name: str, value: object) -> float:
 # ---- Sums over replicas ----------------------------------------------------------------
 
 
-def resolve_aggregation(dtype: object, in_float16: object) -> str | None:
+def resolve_aggregation(dtype: LowDtype | None, in_float16: object) -> LowDtype | None:
     """Returns the dtype of `aggregate_in`, or of its older form `aggregate_in_float16`."""
     flag = checked_flag("aggregate_in_float16", in_float16)
     if dtype not in (None, "float16", "bfloat16"):

@@ -23,6 +23,7 @@ import tfamp.diagnostics.model_runs as model_runs
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.foreign import advice
 from tfamp.core.kinds import Layer, Nest, Tensor
+from tfamp.core.names import LowDtypeLike
 from tfamp.core.options import checked_number
 from tfamp.diagnostics.comparison_notes import (
     hides_error,
@@ -210,7 +211,9 @@ def _number(value: float) -> str:
     return f"{value:.2g}"
 
 
-def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None) -> Comparison:
+def compare(
+    model: Any, x: Any, *, dtype: LowDtypeLike | None = None, bound: float | None = None
+) -> Comparison:
     """Compares float32 with mixed precision, and finds the layers to keep in float32.
 
     A Keras model runs eagerly, in inference mode, as if it had a mixed policy: layers that
@@ -257,8 +260,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
         )
     model_runs.check_batch(x)
     used, name = model_runs.low_dtype_of(model), getattr(dtype, "name", dtype)
-    dtype = name.removeprefix("mixed_") if isinstance(name, str) else dtype
-    low = used if dtype in (None, "auto") and used else low_dtype(dtype) or "bfloat16"
+    wanted = name.removeprefix("mixed_") if isinstance(name, str) else dtype
+    low = used if wanted in (None, "auto") and used else low_dtype(wanted) or "bfloat16"
     if bound is not None:
         checked_number("bound", bound, low=0.0, high=math.inf)
     subject = _Subject(model, x, low)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, SavedModelError
 from tfamp.core.kinds import Model, Nest
+from tfamp.core.names import LowDtypeLike
 from tfamp.diagnostics.model_runs import computing_in
 from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
@@ -114,7 +115,10 @@ def _time_of(nodes: Sequence[NodePlan]) -> float:
 
 
 def model_report(
-    path_or_model: Any, *, dtype: Any = None, example_args: Sequence[Any] | None = None
+    path_or_model: Any,
+    *,
+    dtype: LowDtypeLike | None = None,
+    example_args: Sequence[Any] | None = None,
 ) -> ModelReport:
     """Reports which ops of a model a rewrite converts, and which stay float32 and why.
 

@@ -24,7 +24,7 @@ from tfamp.layers.layer_dtypes import policy_with
 from tfamp.layers.layer_plan import assigned
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.model_roles import why_not_raised
-from tfamp.policy import Policy
+from tfamp.policy import Policy, policy_named
 
 # Calls a layer, its first argument.
 Call: TypeAlias = functools.partial[Nest]
@@ -97,7 +97,7 @@ def policies_in(model: Layer, dtype: str | None) -> list[tuple[Layer, str]]:
     wanted = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
     name = dtype if dtype == "float32" else f"mixed_{dtype}"
     if dtype != "float32" and not wanted:
-        kept = _kept_float32(model, Policy(name))
+        kept = _kept_float32(model, policy_named(name))
         float32 = (layer for layer in layers if layer.compute_dtype == "float32")
         wanted = [layer for layer in float32 if id(layer) not in kept]
     return [(layer, name) for layer in wanted if policy_with(layer, name) is not None]

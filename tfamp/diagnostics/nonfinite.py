@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.kinds import Layer, Nest
+from tfamp.core.names import ComputeDtypeLike
 from tfamp.diagnostics.model_runs import check_batch, check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
 from tfamp.diagnostics.nonfinite_step import (
@@ -70,7 +71,7 @@ def find_nonfinite(
     y: Any = None,
     *,
     loss: Any = None,
-    dtype: str | None = None,
+    dtype: ComputeDtypeLike | None = None,
 ) -> NonFiniteReport | None:
     """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
@@ -128,11 +129,12 @@ def find_nonfinite(
         >>> report.stage, report.layer, report.op, report.kind
         ('forward', 'growing', 'Exp', 'overflow')
     """
-    dtype = getattr(dtype, "name", dtype)  # A dtype of TensorFlow equals its name.
-    _check(model_or_fn, x, dtype)
+    given: Any = dtype
+    name: str | None = getattr(given, "name", given)  # A dtype of TensorFlow equals its name.
+    _check(model_or_fn, x, name)
     check_arguments(model_or_fn, x, None if loss is not None else y)
-    step = trace_step(model_or_fn, x, y, loss, dtype)
-    finding = _bad_before(step, x, y) or _search(step, dtype)
+    step = trace_step(model_or_fn, x, y, loss, name)
+    finding = _bad_before(step, x, y) or _search(step, name)
     return None if finding is None else report_of(finding)
 
 

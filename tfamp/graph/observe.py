@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -22,6 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.core.kinds import FunctionDef, GraphDef, Handle, NodeDef, Tensor
+from tfamp.core.names import LowDtype
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph, new_suffix
 from tfamp.graph.index import index_bodies
@@ -291,11 +293,11 @@ def _run_always(body: Body, names: Sequence[str]) -> None:
 # ---- The same graph in another dtype -------------------------------------------------------------
 
 
-def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
+def low_dtypes(indexes: Sequence[GraphIndex]) -> list[LowDtype]:
     """Returns the low dtypes in a graph, the most frequent first."""
-    dtypes = (slot.dtype for index in indexes for slot in index.slots)
-    low = [dtype for dtype in dtypes if dtype in LOW_PRECISION]
-    return sorted(set(low), key=low.count, reverse=True)
+    counts = Counter(slot.dtype for index in indexes for slot in index.slots)
+    low = [dtype for dtype in LOW_PRECISION if counts[dtype]]
+    return sorted(low, key=lambda dtype: counts[dtype], reverse=True)
 
 
 def seed(graph: Graph) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.names import Device, LowDtype
 from tfamp.core.options import checked_word, nearest
 from tfamp.planning import op_sets
 from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, strings
@@ -111,7 +112,7 @@ class OpLists(OpColors):
         return f"<OpLists, numbers of ops: {', '.join(sizes)}{exact}>"
 
     @staticmethod
-    def default(dtype: str, device: str = "auto") -> OpLists:
+    def default(dtype: LowDtype, device: Device = "auto") -> OpLists:
         """Returns tfamp's lists: Grappler's, plus missing ops, minus ops without kernels.
 
         Args:
@@ -134,7 +135,7 @@ class OpLists(OpColors):
         return default_lists(dtype, device)
 
     @staticmethod
-    def grappler(dtype: str) -> OpLists:
+    def grappler(dtype: LowDtype) -> OpLists:
         """Returns the lists of TensorFlow's own pass, as they are.
 
         The float16 lists are for current GPUs and the bfloat16 lists for CPUs, the only devices

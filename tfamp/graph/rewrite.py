@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
+from tfamp.core.names import Device, LowDtype, Placement
 from tfamp.core.options import checked_word
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.body import Body
@@ -43,12 +44,12 @@ def rewrite_graph_def(
     fetches: Iterable[str],
     *,
     feeds: Iterable[str] = (),
-    dtype: str = "float16",
+    dtype: LowDtype = "float16",
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = RewriteOptions.placement,
-    device: str = RewriteOptions.device,
+    placement: Placement = RewriteOptions.placement,
+    device: Device = RewriteOptions.device,
     profile: MachineProfile | None = None,
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and pays.

@@ -34,6 +34,7 @@ from tfamp.core.kinds import (
     TFGraph,
     Trace,
 )
+from tfamp.core.names import Device
 from tfamp.interop.patching import (
     attempt,
     foreign,
@@ -117,7 +118,7 @@ def known_ops() -> frozenset[str]:
     return frozenset(private_symbol(api, "op_names")())
 
 
-def default_device_kind() -> str:
+def default_device_kind() -> Device:
     """Returns the kind of device that TensorFlow places an op on by default."""
     return "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
 

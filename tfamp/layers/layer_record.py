@@ -20,7 +20,7 @@ from tfamp.interop import keras_hooks
 from tfamp.layers.layer_dtypes import float_policy
 from tfamp.layers.layer_plan import Assignment, Before, Decider, LayerFacts
 from tfamp.layers.records import WeakMap
-from tfamp.policy import Policy
+from tfamp.policy import Policy, policy_named
 
 # An ordered set of models; they may be deleted before the layers that it belongs to.
 Models: TypeAlias = weakref.WeakKeyDictionary[Functional, None]
@@ -153,7 +153,7 @@ def decider_of(layer: Layer, default: str) -> Decider:
     if assignment is not None:
         return assignment.by if name_now == assignment.policy_name else "user"
     usual_names = {default}
-    if default.startswith("mixed_") and Policy(default).keeps_float32(type(layer)):
+    if default.startswith("mixed_") and policy_named(default).keeps_float32(type(layer)):
         # A BatchNormalization, in a model made under a policy of tfamp's.
         usual_names.add("float32")
     return "policy" if name_now in usual_names else "user"

@@ -22,13 +22,14 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, UnsupportedVersionError
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
+from tfamp.core.names import NamedPolicy, PolicyName
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
 from tfamp.layers import model_calls
 from tfamp.layers.layer_record import assignment_of, note, record_of
 from tfamp.machine import hardware
-from tfamp.policy import POLICY_NAMES, Policy
+from tfamp.policy import POLICY_NAMES, Policy, policy_named
 from tfamp.training import keras_scaling, underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
@@ -68,7 +69,7 @@ _scopes: ScopeStack[_Level] = ScopeStack("tfamp_policy")
 _open_scopes: weakref.WeakSet[_Level] = weakref.WeakSet()
 
 
-def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
+def set_global_policy(policy: Policy | NamedPolicy | PolicyName) -> None:
     """Sets the policy of every thread of the process.
 
     Inside a `policy_scope` it sets the policy of that scope only, until the scope ends.
@@ -147,7 +148,7 @@ class policy_scope:  # noqa: N801 - reads as a function
         ('float32', 'float16')
     """
 
-    def __init__(self, policy: Policy | keras.DTypePolicy | str):
+    def __init__(self, policy: Policy | NamedPolicy | PolicyName):
         self._policy = _as_policy(policy)
         self._entered: list[_Level] = []  # in all contexts and threads
 
@@ -180,7 +181,7 @@ def _as_policy(policy: object) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        return Policy(policy)
+        return policy_named(policy)
     if isinstance(policy, keras.DTypePolicy):
         return _from_keras(policy)
     raise TypeError(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.names import ComputeDtype, Level, LowDtype
 from tfamp.levels.precision_config import PrecisionConfig, check_level
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.policy import Policy
+from tfamp.policy import policy_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class EffectiveLevel:
             model as it is.
     """
 
-    level: str
-    dtype: str
+    level: Level
+    dtype: ComputeDtype
     loss_scale: LossScale | None
     master_weights: bool
     config: PrecisionConfig
@@ -76,7 +77,8 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         level, reason = _automatic_level(config.dtype, machine)
         reasons.append(f"level: auto is {level}: {reason}.")
         check_level(config, level, f"level 'auto' is {level} here ({reason}), which")
-    dtype, warning = "float32", None
+    dtype: ComputeDtype = "float32"
+    warning = None
     if level != "O0" and config.dtype is not None:
         dtype = config.dtype
     elif level != "O0":
@@ -97,7 +99,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
     )
 
 
-def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
+def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[Level, str]:
     """Returns O2 on GPUs and TPUs, O1 on CPUs with native bfloat16, else O0; and the reason."""
     policy, reason = hardware.automatic_policy(machine)
     if dtype == "float32":
@@ -111,15 +113,16 @@ def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
     return "O1", reason
 
 
-def _automatic_dtype(machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
+def _automatic_dtype(machine: Hardware, reasons: list[str]) -> tuple[LowDtype, str | None]:
     """Returns a low dtype for a machine, and a warning or None; adds the reason to a list."""
     policy, reason = hardware.automatic_policy(machine)
-    automatic = Policy(policy).compute_dtype
-    if automatic in LOW_PRECISION:
+    compute_dtype = policy_named(policy).compute_dtype
+    automatic = next((low for low in LOW_PRECISION if low == compute_dtype), None)
+    if automatic is not None:
         reasons.append(f"dtype: {automatic}, as {reason}.")
         return automatic, None
     # bfloat16 has float32's range, so nothing can overflow.
-    fallback = "float16" if machine.gpus else "bfloat16"
+    fallback: LowDtype = "float16" if machine.gpus else "bfloat16"
     reasons.append(f"dtype: {fallback}, though {reason}.")
     return fallback, (
         f"No low precision is fast here: {reason}. The model is prepared for {fallback} all "

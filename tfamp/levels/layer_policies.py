@@ -10,6 +10,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer
+from tfamp.core.names import ComputeDtypeLike
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
@@ -27,7 +28,7 @@ from tfamp.levels.precision_config import read_dtype
 
 
 def set_layer_dtype(
-    model_or_layer: Any, dtype: Any, *, pattern: str | None = None
+    model_or_layer: Any, dtype: ComputeDtypeLike, *, pattern: str | None = None
 ) -> tuple[str, ...]:
     """Sets the compute dtype of a layer, or of every layer that a pattern matches.
 

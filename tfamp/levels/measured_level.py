@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Function, Layer, Model, Nest, Tensor
+from tfamp.core.names import Level
+from tfamp.core.options import PLACEMENTS
 from tfamp.interop.keras_hooks import automatic_jit_compile, layers_of
 from tfamp.interop.tf_private import op_determinism_is_enabled
 from tfamp.levels import level_assignments, model_structure
@@ -173,8 +175,10 @@ def _fastest_level(
     """The level of the chosen row; `jit_compile` is the model's, None if it is to stay."""
     fastest = report.chosen
     way = way_named(fastest.candidate)
-    name = {FLOAT32: "O0", POLICY: "O2"}.get(way.placement, "O1")
-    placement = way.placement if name == "O1" else None
+    levels: dict[str, Level] = {FLOAT32: "O0", POLICY: "O2"}
+    name = levels.get(way.placement, "O1")
+    placements = (placement for placement in PLACEMENTS if placement == way.placement)
+    placement = next(placements, None)
     outputs = config.float32_outputs if name == "O2" else None
     concrete = dataclasses.replace(config, level=name, placement=placement, float32_outputs=outputs)
     level = effective_level(concrete, hardware.detect())

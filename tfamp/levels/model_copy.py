@@ -25,7 +25,7 @@ from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import float_policy, give_policy, is_plain
 from tfamp.layers.policy_in_force import policy_scope
 from tfamp.levels.model_structure import path_of
-from tfamp.policy import prepares_data
+from tfamp.policy import policy_named, prepares_data
 
 # A Keras initializer, a function, the name of one, or a value.
 Initializer: TypeAlias = Any
@@ -108,7 +108,7 @@ def _building_in_the_policies_of_layers() -> Iterator[None]:
             undo.callback(wrap_method(layer, "build", functools.partial(build, layer)))
 
         def build(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Any:
-            with policy_scope(float_policy(layer) or "float32"):
+            with policy_scope(policy_named(float_policy(layer) or "float32")):
                 return original(*args, **kwargs)
 
         with patched_here(layer_init=layer_init):
@@ -124,7 +124,7 @@ def _from_config(model: Model) -> Model:
             "config": _arguments(model, _config_of(model)),
             "registered_name": type(model).__name__,
         }
-        with policy_scope(float_policy(model) or "float32"):
+        with policy_scope(policy_named(float_policy(model) or "float32")):
             make = keras.saving.deserialize_keras_object
             return make(config, custom_objects=classes, safe_mode=False)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:

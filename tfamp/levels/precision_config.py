@@ -15,11 +15,20 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 from tfamp.core import options
 from tfamp.core.dtypes import given_low_dtype
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.names import (
+    ComputeDtype,
+    Float32Outputs,
+    Level,
+    LowDtypeLike,
+    Placement,
+    ScaleName,
+    WeightRounding,
+)
 from tfamp.core.options import GradClip, checked_scale
 from tfamp.levels import foreign_settings
 from tfamp.policy import FLOAT32_SUMS, check_outputs
@@ -88,16 +97,32 @@ class PrecisionConfig:
         {'level': 'O2', 'loss_scale': 512.0}
     """
 
-    level: str = "O2"
-    dtype: str | None = None
-    loss_scale: LossScale | str | float | None = None
+    level: Level = "O2"
+    dtype: ComputeDtype | None = None
+    loss_scale: LossScale | ScaleName | float | None = None
     grad_clip: GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
-    placement: str | None = None
-    weight_rounding: str | None = None
-    slots: str | None = None
-    float32_outputs: bool | Literal["sums"] | None = None
+    placement: Placement | None = None
+    weight_rounding: WeightRounding | None = None
+    slots: ComputeDtype | None = None
+    float32_outputs: Float32Outputs | None = None
+
+    if TYPE_CHECKING:
+        # Arguments may be what fields are made of.
+        def __init__(
+            self,
+            level: Level = "O2",
+            dtype: LowDtypeLike | ComputeDtype | None = None,
+            loss_scale: LossScale | Mapping[str, Any] | ScaleName | float | None = None,
+            grad_clip: GradClip | Mapping[str, Any] | float | None = None,
+            keep_float32: Any = (),
+            master_weights: bool | None = None,
+            placement: Placement | None = None,
+            weight_rounding: WeightRounding | None = None,
+            slots: ComputeDtype | None = None,
+            float32_outputs: Float32Outputs | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         checked = {
@@ -200,7 +225,7 @@ class PrecisionConfig:
         return {name: value for name, value in plain.items() if value is not None}
 
     @property
-    def rewrite_placement(self) -> str:
+    def rewrite_placement(self) -> Placement:
         """The placement of a rewrite, chosen or by default."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
 
@@ -266,9 +291,9 @@ def check_level(config: PrecisionConfig, level: str, subject: str) -> None:
             )
 
 
-def read_dtype(value: Any) -> str | None:
+def read_dtype(value: Any) -> ComputeDtype | None:
     """Returns the name of a low dtype or float32; None for the machine's choice."""
-    return given_low_dtype(value, ("float32",))
+    return cast("ComputeDtype | None", given_low_dtype(value, ("float32",)))
 
 
 def _read_loss_scale(value: Any) -> LossScale | str | float | None:

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,15 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer, Method, Model, Nest, Optimizer
 from tfamp.core.loss_scale import LossScale
+from tfamp.core.names import (
+    ComputeDtype,
+    Float32Outputs,
+    Level,
+    LowDtypeLike,
+    Placement,
+    ScaleName,
+    WeightRounding,
+)
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import layers_of, set_jit_compile
 from tfamp.interop.patching import level_of_user, wrap_method
@@ -45,7 +54,7 @@ from tfamp.levels.precision_settings import PrecisionSettings, settings_of
 from tfamp.levels.rewritten_steps import Rewrite, rewrite_steps_of, step_options
 from tfamp.machine import hardware
 from tfamp.planning.ways import FUSED
-from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
+from tfamp.policy import FLOAT32_SUMS, policy_named, prepares_data
 
 
 class _Default(str):
@@ -54,7 +63,7 @@ class _Default(str):
     __slots__ = ()
 
 
-_DEFAULT_LEVEL = _Default("O2")
+_DEFAULT_LEVEL: Any = _Default("O2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +87,36 @@ _prepared: WeakMap[_Record] = WeakMap()
 _LARGE_PRODUCT = 2**20
 
 
-class _Pair(NamedTuple):
-    model: Model
-    optimizer: Optimizer
+_Model = TypeVar("_Model")
 
 
-class Prepared(_Pair):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    class _Pair(tuple[_Model, Optimizer], Generic[_Model]):
+        # Properties, as pyright, which does not know all bases of Keras's classes, takes a field
+        # of such a class for a descriptor.
+        def __new__(cls, model: _Model, optimizer: Optimizer) -> Self:
+            """Makes a pair."""
+
+        @property
+        def model(self) -> _Model:
+            """The model to use from now on."""
+
+        @property
+        def optimizer(self) -> Optimizer:
+            """The optimizer to use from now on, or None."""
+
+else:  # Python 3.10 has no generic named tuples.
+
+    class _Pair(NamedTuple):
+        model: Model
+        optimizer: Optimizer
+
+    _Pair.__class_getitem__ = classmethod(lambda cls, parameters: cls)
+
+
+class Prepared(_Pair[_Model]):
     """A pair of model and optimizer, as `prepare` returns it, with the settings in force.
 
     Attributes:
@@ -104,22 +137,22 @@ class Prepared(_Pair):
 
 
 def prepare(
-    model: Any,
+    model: _Model,
     optimizer: Any = None,
     *,
-    level: str = _DEFAULT_LEVEL,
-    dtype: Any = None,
-    loss_scale: LossScale | Mapping[str, Any] | str | float | None = None,
+    level: Level = _DEFAULT_LEVEL,
+    dtype: LowDtypeLike | ComputeDtype | None = None,
+    loss_scale: LossScale | Mapping[str, Any] | ScaleName | float | None = None,
     grad_clip: GradClip | Mapping[str, Any] | float | None = None,
     keep_float32: Any = (),
     master_weights: bool | None = None,
-    placement: str | None = None,
-    weight_rounding: str | None = None,
-    slots: str | None = None,
-    float32_outputs: bool | Literal["sums"] | None = None,
+    placement: Placement | None = None,
+    weight_rounding: WeightRounding | None = None,
+    slots: ComputeDtype | None = None,
+    float32_outputs: Float32Outputs | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     example_batch: Any = None,
-) -> Prepared:
+) -> Prepared[_Model]:
     """Applies a level of mixed precision to a model and its optimizer.
 
     | level | compute | BatchNorm, outputs | weights | loss scale |
@@ -227,19 +260,20 @@ def prepare(
         warnings.warn(effective.warning, TfampWarning, stacklevel=level_of_user())
     record = _prepared.get(model)
     is_there = record is not None and record.level == effective and effective.low_weights
+    used: Any = model
     if not is_there and (effective.low_weights or _stores_low(model)):
         with _own_jit_compile(model):  # The copy is compiled like it.
-            model, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
+            used, new_optimizer = _level_on_copy(model, old_optimizer, effective, kept)
     else:
         new_optimizer = prepared_optimizer.wrapped_if_any(old_optimizer, effective)
         if not is_there:
             _level_in_place(model, effective, kept)
     prepared_optimizer.warn_of_slots(new_optimizer, effective)
-    prepared_optimizer.warn_of_held_optimizers(model, effective)
-    if model.compiled and new_optimizer is not None:
-        prepared_optimizer.give_optimizer(model, new_optimizer)
-    prepared = Prepared(model, new_optimizer)
-    prepared.settings = precision_settings(model)
+    prepared_optimizer.warn_of_held_optimizers(used, effective)
+    if used.compiled and new_optimizer is not None:
+        prepared_optimizer.give_optimizer(used, new_optimizer)
+    prepared = Prepared(used, new_optimizer)
+    prepared.settings = precision_settings(used)
     return prepared
 
 
@@ -321,7 +355,7 @@ def _put_level_on(
     if level.level == "O2":
         # Layers of these classes stay float32 if made later, too.
         classes = [value for value in level.config.keep_float32 if isinstance(value, type)]
-        policy = Policy(
+        policy = policy_named(
             f"mixed_{level.dtype}",
             float32_layers=("BatchNormalization", *classes),
             float32_outputs=level.config.float32_outputs or True,
@@ -352,7 +386,7 @@ def _with_automatic_outputs(
     return dataclasses.replace(level, config=with_sums, reasons=(*level.reasons, reason))
 
 
-def _placement(model: Model, config: PrecisionConfig) -> str:
+def _placement(model: Model, config: PrecisionConfig) -> Placement:
     """Returns how steps are rewritten: at level "auto" fused, if that costs few compilations.
 
     XLA compiles once for each shape that tensors have, so only the batch size may vary.
@@ -565,7 +599,7 @@ def _manage_as(
     level: EffectiveLevel,
 ) -> None:
     """Gives a copy with low weights the kernels and outputs of the O2 model it came from."""
-    policy = Policy(f"mixed_{level.dtype}")
+    policy = policy_named(f"mixed_{level.dtype}")
     for old, new in pairs:
         assignment = assignment_of(old)
         if assignment is not None and assignment.role == "statistics":

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.kinds import Function, Layer, Method, Model, Nest
+from tfamp.core.names import ComputeDtype, Placement
 from tfamp.interop.keras_hooks import layers_of, reading_variables_in
 from tfamp.interop.patching import Replacement, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph
@@ -26,7 +27,7 @@ from tfamp.rewriting.traced_function import traces_for_a_rewrite
 from tfamp.torch_style.context import autocast
 
 # Rewrites a step.
-Rewrite: TypeAlias = Callable[[Function], RewrittenFunction]
+Rewrite: TypeAlias = Callable[[Function], RewrittenFunction[..., Any]]
 
 # Name scope of kept layers, and of their gradients. Keras's scopes are not stable: the
 # second trace of a layer called dense is under dense_1.
@@ -54,7 +55,7 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
     return rewrite
 
 
-def step_options(dtype: str, placement: str) -> RewriteOptions:
+def step_options(dtype: ComputeDtype, placement: Placement) -> RewriteOptions:
     """Returns the options for steps, which need not run every layer that is kept in float32."""
     return RewriteOptions(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
 
@@ -67,7 +68,7 @@ def keep_in_float32(kept: Iterable[Layer]) -> contextlib.ExitStack:
     return undo
 
 
-def _rewrite_step_of(model: Model, name: str, dtype: str, rewrite: Rewrite) -> None:
+def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewrite) -> None:
     step = getattr(model, name)
 
     def on_all_replicas(data: Nest) -> Nest:
@@ -98,7 +99,7 @@ def _rewrite_step_of(model: Model, name: str, dtype: str, rewrite: Rewrite) -> N
     wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
 
 
-def _under_autocast(dtype: str, original: Method, *args: Any, **kwargs: Any) -> Nest:
+def _under_autocast(dtype: ComputeDtype, original: Method, *args: Any, **kwargs: Any) -> Nest:
     if traces_for_a_rewrite():
         return original(*args, **kwargs)
     with autocast(dtype):

@@ -23,6 +23,7 @@ import platformdirs
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
+from tfamp.core.names import Device
 from tfamp.core.profile import MachineProfile, builtin_profile
 from tfamp.machine.file_replacing import replace_text
 
@@ -323,7 +324,7 @@ class FoundProfile(NamedTuple):
     source: str
 
 
-def device_kind(device: str) -> str:
+def device_kind(device: Device) -> Device:
     """Returns the kind of device for nodes without a device; "auto" is this machine's."""
     from tfamp.interop import tf_private
 

@@ -13,10 +13,11 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from tfamp.core import spelling
 from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
+from tfamp.core.names import ComputeDtype, Device, OnError, Placement
 from tfamp.core.options import PLACEMENTS, checked_pattern, checked_word
 from tfamp.core.profile import MachineProfile
 from tfamp.planning import op_sets, structures
@@ -26,8 +27,8 @@ from tfamp.planning.ranges import Limits, Ranges
 Color = Literal["allow", "infer", "deny", "clear"]
 
 COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
-DEVICES = ("auto", "cpu", "gpu", "tpu")
-_ON_ERROR = ("raise", "keep")
+DEVICES: tuple[Device, ...] = get_args(Device)
+_ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 # Ops that accept float32 only, with successors that also accept low precision and keep
 # statistics in float32.
 SUCCESSORS = {
@@ -76,15 +77,15 @@ class RewriteOptions:
         ('head/',)
     """
 
-    dtype: str = structures.FLOAT32
+    dtype: ComputeDtype = structures.FLOAT32
     op_lists: OpColors | None = None
     keep_float32: Iterable[str] = ()
     force_low: Iterable[str] = ()
     calibration: Any = None
-    placement: str = "min_cut"
-    device: str = "auto"
+    placement: Placement = "min_cut"
+    device: Device = "auto"
     profile: MachineProfile | str | None = None
-    on_error: str = "raise"
+    on_error: OnError = "raise"
     may_miss: tuple[str, ...] = ()
     onednn: frozenset[str] = frozenset()
     moved_ops: frozenset[str] = frozenset()

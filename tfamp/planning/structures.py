@@ -15,7 +15,7 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from tfamp.reports.plan_explorer import explorer_graphs
 from tfamp.reports.plan_page import render_page
@@ -27,7 +27,7 @@ NodeOutput: TypeAlias = tuple[int, int]
 # An ordered set of slots or nodes.
 Ordered: TypeAlias = dict[int, None]
 
-FLOAT32 = "float32"
+FLOAT32: Final = "float32"
 MAIN_GRAPH = ""
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from tfamp.core.options import PLACEMENTS, checked_word
 from tfamp.planning.structures import FLOAT32
 
-FUSED = "fused"
+FUSED: Final = "fused"
 # Keras layers with a low policy. Not a placement: the step is not rewritten.
 POLICY = "O2"
 _XLA = "xla"

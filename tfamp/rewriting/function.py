@@ -7,14 +7,14 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.kinds import Nest, TFGraph, Trace
+from tfamp.core.names import ComputeDtype, LowDtypeLike, OnError, Placement
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -35,17 +35,54 @@ _EAGER = (
 )
 
 
+_Arguments = ParamSpec("_Arguments")
+_MethodArguments = ParamSpec("_MethodArguments")
+_Result = TypeVar("_Result")
+_MethodResult = TypeVar("_MethodResult")
+
+
+@overload
+def rewrite(
+    *,
+    dtype: LowDtypeLike | None = ...,
+    op_lists: OpLists | None = ...,
+    keep_float32: Iterable[str] = ...,
+    force_low: Iterable[str] = ...,
+    calibration: Any = ...,
+    placement: Placement = ...,
+    profile: MachineProfile | Literal["builtin"] | None = ...,
+    on_error: OnError = ...,
+    example_args: Sequence[Any] | None = ...,
+) -> Callable[[Callable[_Arguments, _Result]], RewrittenFunction[_Arguments, _Result]]: ...
+
+
+@overload
+def rewrite(
+    fn: Callable[_Arguments, _Result],
+    *,
+    dtype: LowDtypeLike | None = ...,
+    op_lists: OpLists | None = ...,
+    keep_float32: Iterable[str] = ...,
+    force_low: Iterable[str] = ...,
+    calibration: Any = ...,
+    placement: Placement = ...,
+    profile: MachineProfile | Literal["builtin"] | None = ...,
+    on_error: OnError = ...,
+    example_args: Sequence[Any] | None = ...,
+) -> RewrittenFunction[_Arguments, _Result]: ...
+
+
 def rewrite(
     fn: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: LowDtypeLike | None = None,
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
     calibration: Any = None,
-    placement: str = RewriteOptions.placement,
-    profile: MachineProfile | str | None = None,
-    on_error: str = RewriteOptions.on_error,
+    placement: Placement = RewriteOptions.placement,
+    profile: MachineProfile | Literal["builtin"] | None = None,
+    on_error: OnError = RewriteOptions.on_error,
     example_args: Sequence[Any] | None = None,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
@@ -83,7 +120,7 @@ def rewrite(
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
 
     Returns:
-        A `RewrittenFunction`.
+        A `RewrittenFunction`, for type checkers with the arguments and the result of `fn`.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names what is allowed.
@@ -121,8 +158,8 @@ def rewrite(
             f"{type(example_args).__name__}."
         )
 
-    def make(fn: Any) -> RewrittenFunction:
-        rewritten = RewrittenFunction(fn, options)
+    def make(fn: Any) -> RewrittenFunction[..., Any]:
+        rewritten: RewrittenFunction[..., Any] = RewrittenFunction(fn, options)
         if example_args is not None:
             rewritten.concrete(*example_args)
         return rewritten
@@ -130,9 +167,9 @@ def rewrite(
     return make if fn is None else make(fn)
 
 
-def _low_dtype(dtype: str | None) -> str:
+def _low_dtype(dtype: LowDtypeLike | None) -> ComputeDtype:
     """Returns the dtype to convert to; warns where that is float32, the fastest here."""
-    name = dtype if isinstance(dtype, str) and dtype in LOW_PRECISION else low_dtype(dtype)
+    name = low_dtype(dtype)
     if name is None:
         warnings.warn(
             "This machine multiplies neither float16 nor bfloat16 natively, so the function "
@@ -169,7 +206,7 @@ def check_function(fn: Any) -> None:
             )
 
 
-class RewrittenFunction(SaveableFunction):
+class RewrittenFunction(SaveableFunction, Generic[_Arguments, _Result]):
     """The result of `tfamp.rewrite`: a `tf.function`, tracked and saved like any other.
 
     Args:
@@ -192,13 +229,30 @@ class RewrittenFunction(SaveableFunction):
         self._plans: weakref.WeakKeyDictionary[TFGraph, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
         # By the object that the function is a method of.
-        self._bound: weakref.WeakKeyDictionary[object, RewrittenFunction]
+        self._bound: weakref.WeakKeyDictionary[object, RewrittenFunction[..., Any]]
         self._bound = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin that has none.
         self.__signature__ = self._traced.signature
 
-    def __get__(self, instance: object, owner: type | None = None) -> RewrittenFunction:
+    if TYPE_CHECKING:
+        # A `tf.function`'s own, which has no types.
+        def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            """Calls the function."""
+
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> RewrittenFunction[_Arguments, _Result]: ...
+
+    @overload
+    def __get__(
+        self: RewrittenFunction[Concatenate[Any, _MethodArguments], _MethodResult],
+        instance: object,
+        owner: type | None = None,
+    ) -> RewrittenFunction[_MethodArguments, _MethodResult]: ...
+
+    def __get__(self, instance: object, owner: type | None = None) -> RewrittenFunction[..., Any]:
         """Returns the function as a method of an object; traces are not shared by objects."""
         if instance is None:
             return self
@@ -212,7 +266,7 @@ class RewrittenFunction(SaveableFunction):
         """Copies and pickles the function and its options: graphs are bound to a process."""
         return RewrittenFunction, (self.written, self.settings)
 
-    def copy(self, dtype: str | None = None) -> RewrittenFunction:
+    def copy(self, dtype: LowDtypeLike | None = None) -> RewrittenFunction[_Arguments, _Result]:
         """Returns an untraced copy, for another low dtype if one is given."""
         low = self.settings.dtype if dtype is None else _low_dtype(dtype)
         return RewrittenFunction(self.written, dataclasses.replace(self.settings, dtype=low))

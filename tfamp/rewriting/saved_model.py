@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.core.kinds import SavedModel
+from tfamp.core.names import Device, LowDtype, LowDtypeLike, Placement
 from tfamp.core.spelling import argument
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
@@ -28,7 +29,7 @@ from tfamp.rewriting import saved_graph
 from tfamp.rewriting.other_files import what_else_it_is
 
 # The model may run on another machine, whose op times are unknown.
-_PLACEMENT = "lists"
+_PLACEMENT: Placement = "lists"
 _GRAPH_FILE = "saved_model.pb"
 _WRITTEN = (_GRAPH_FILE, "fingerprint.pb")
 # Files that a frozen model keeps.
@@ -39,14 +40,14 @@ def rewrite_saved_model(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    dtype: Any = None,
+    dtype: LowDtypeLike | None = None,
     freeze: bool = False,
     calibration: Any = None,
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = _PLACEMENT,
-    device: str = RewriteOptions.device,
+    placement: Placement = _PLACEMENT,
+    device: Device = RewriteOptions.device,
     overwrite: bool = False,
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the op lists allow it.
@@ -126,7 +127,11 @@ def rewrite_saved_model(
 
 
 def inspect_saved_model(
-    src: str | os.PathLike[str], *, dtype: Any = None, freeze: bool = False, **choices: Any
+    src: str | os.PathLike[str],
+    *,
+    dtype: LowDtypeLike | None = None,
+    freeze: bool = False,
+    **choices: Any,
 ) -> RewritePlan:
     """Returns the plan of `rewrite_saved_model` without writing anything.
 
@@ -144,7 +149,7 @@ def inspect_saved_model(
     return _rewritten(_read(source), source, freeze, _options(dtype, freeze, **choices))
 
 
-def required_dtype(dtype: Any) -> str:
+def required_dtype(dtype: LowDtypeLike | None) -> LowDtype:
     """Returns the low dtype that an argument stands for.
 
     Raises:
@@ -165,7 +170,7 @@ def _options(
     dtype: Any,
     freeze: bool,
     calibration: Any = None,
-    placement: str = _PLACEMENT,
+    placement: Placement = _PLACEMENT,
     **choices: Any,
 ) -> RewriteOptions:
     if placement == "fused" and not freeze:

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.kinds import Function, Nest
+from tfamp.core.names import CandidateName, LowDtypeLike
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import default_device_kind, device_kind_in_force, xla_works
 from tfamp.machine.hardware import find_profile, key_of_found
@@ -64,8 +65,8 @@ from tfamp.torch_style.modes import current_modes
 def tune(
     fn: Any,
     *args: Any,
-    dtype: Any = None,
-    candidates: Sequence[str] | None = None,
+    dtype: LowDtypeLike | None = None,
+    candidates: Sequence[CandidateName] | None = None,
     max_error: float | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
@@ -212,6 +213,7 @@ def candidates_of(
         is_float32 = way.placement == FLOAT32
         change: dict[str, Any] = {"dtype": FLOAT32} if is_float32 else {"placement": way.placement}
         written, best = (compiled, compiled) if way.is_compiled else (fn, as_it_is)
+        rewritten: RewrittenFunction[..., Any]
         rewritten = RewrittenFunction(written, dataclasses.replace(options, **change))
         text = f"{dataclasses.replace(given, **change)!r} {way} {key}"
         suits = "" if asked else device

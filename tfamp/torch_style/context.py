@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -28,6 +28,7 @@ from tfamp import kernel_guard, state_guard
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import DType, Nest, Operand, Tensor, TFGraph, Trace, Variable
+from tfamp.core.names import LowDtypeLike
 from tfamp.core.options import checked_flag
 from tfamp.core.scopes import decorated
 from tfamp.graph.graph import Graph
@@ -645,7 +646,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     def __init__(
         self,
-        dtype: Any = None,
+        dtype: LowDtypeLike | Literal["float32", "float64"] | None = None,
         enabled: bool = True,
         *,
         op_lists: OpLists | None = None,
