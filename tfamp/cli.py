@@ -191,15 +191,16 @@ def _rewrite(args: argparse.Namespace) -> int:
     )
     old, new = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary
-    print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
-    print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
+    print(f"wrote    {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
+    # Most float nodes hold or pass on values: the products are what a conversion is for.
+    print(f"products {totals.low_products} of {totals.products} in {plan.dtype}")
     size = f"{totals.cast_bytes / 1e6:.4g} MB"
     unknown = totals.casts_of_unknown_size
-    print(f"casts   {totals.casts}, {size} and {unknown} of unknown size")
+    print(f"casts    {totals.casts}, {size} and {unknown} of unknown size")
     if args.report is not None:
         text = getattr(plan, _REPORTS[args.report.suffix])()
         args.report.write_text(text, encoding="utf-8")
-        print(f"report  {args.report}")
+        print(f"report   {args.report}")
     return 0
 
 

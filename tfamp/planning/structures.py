@@ -350,6 +350,9 @@ class RewriteSummary:
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
         estimated_speed_up: Ratio of the estimated times before and after, each function run
             once; None if shapes are unknown.
+        products: Number of matmuls, convolutions and recurrent cells, which take most of the
+            time; a product that two signatures have a copy of counts twice.
+        low_products: Number of these that are in the low dtype after the rewrite.
     """
 
     nodes: int
@@ -359,6 +362,8 @@ class RewriteSummary:
     cast_bytes: int
     casts_of_unknown_size: int
     estimated_speed_up: float | None = None
+    products: int = 0
+    low_products: int = 0
 
 
 @dataclass(frozen=True, slots=True)
