@@ -172,6 +172,25 @@ def test_options_are_those_of_the_library_and_what_was_done_is_told(run, src, tm
     assert not (tmp_path / "low" / "variables").exists()
 
 
+def test_a_bound_keeps_scopes_in_float32_and_prints_which(run, src, tmp_path):
+    inputs = {"x": saved_models.FLOATS, "count": np.int32(1)}
+    np.savez(tmp_path / "data.npz", **inputs)
+    options = ("--dtype", "bfloat16", "--data", tmp_path / "data.npz", "--bound")
+    code, out, err = run("rewrite", src, tmp_path / "loose", *options, "0.1")
+    assert (code, err) == (0, "")
+    assert "float32  " not in out
+    error = float(re.search(r"^error +(\S+) on the data", out, re.MULTILINE)[1])
+    assert 0 < error < 0.1
+    code, out, _ = run("rewrite", src, tmp_path / "tight", *options, str(error / 2))
+    assert code == 0
+    assert re.search(r"^float32  \S+$", out, re.MULTILINE)
+    assert float(re.search(r"^error +(\S+) on the data", out, re.MULTILINE)[1]) <= error / 2
+    np.savez(tmp_path / "data.npz", z=inputs["x"])
+    code, out, err = run("rewrite", src, tmp_path / "none", *options, "0.1")
+    assert (code, out, (tmp_path / "none").exists()) == (1, "", False)
+    assert "No signature of" in one_line(err)
+
+
 def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
     plan = inspect_saved_model(src, dtype="float16")
     for name, text in (("plan.txt", plan.to_text()), ("plan.html", plan.to_html())):
@@ -193,11 +212,19 @@ def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
         (["rewrite", "a", "b", "--report", "no/plan.txt"], "there is no directory 'no'"),
         (["rewrite", "a", "b", "--report", "plan.json"], "'plan.json' is a directory"),
         (["rewrite", "a", "b", "--placement", "nowhere"], "invalid choice: 'nowhere'"),
+        (["rewrite", "a", "b", "--bound", "0.01"], "--bound and --data go together"),
+        (["rewrite", "a", "b", "--data", "y.npz"], "--bound and --data go together"),
+        (["rewrite", "a", "b", "--bound", "-1"], "--bound: '-1' is not a number of at least 0"),
+        (["rewrite", "a", "b", "--bound", "nan"], "'nan' is not a number of at least 0"),
+        (["rewrite", "a", "b", "--bound", "1", "--data", "no.npz"], "there is no file 'no.npz'"),
+        (["rewrite", "a", "b", "--bound", "1", "--data", "x.npz"], "'x.npz' does not hold named"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").mkdir()
+    (tmp_path / "x.npz").write_text("no arrays")
+    np.savez(tmp_path / "y.npz", x=np.ones(1))
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert message in err
