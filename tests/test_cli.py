@@ -164,9 +164,31 @@ def test_options_are_those_of_the_library_and_what_was_done_is_told(run, src, tm
     )  # fmt: skip
     assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(plan.to_json())
     assert str(tmp_path / "low") in out
-    assert f"{plan.summary.low_nodes} of {plan.summary.nodes} float nodes in float16" in out
-    assert f"casts   {plan.summary.casts}," in out
+    # Matmuls are counted, not the variables and constants around them; "back$" stays float32.
+    products = [node.dtype for node in plan.nodes if node.op == "MatMul"]
+    assert 0 < products.count("float16") < len(products)
+    assert f"products {products.count('float16')} of {len(products)} in float16\n" in out
+    assert f"casts    {plan.summary.casts}," in out
     assert not (tmp_path / "low" / "variables").exists()
+
+
+def test_a_bound_keeps_scopes_in_float32_and_prints_which(run, src, tmp_path):
+    inputs = {"x": saved_models.FLOATS, "count": np.int32(1)}
+    np.savez(tmp_path / "data.npz", **inputs)
+    options = ("--dtype", "bfloat16", "--data", tmp_path / "data.npz", "--bound")
+    code, out, err = run("rewrite", src, tmp_path / "loose", *options, "0.1")
+    assert (code, err) == (0, "")
+    assert "float32  " not in out
+    error = float(re.search(r"^error +(\S+) on the data", out, re.MULTILINE)[1])
+    assert 0 < error < 0.1
+    code, out, _ = run("rewrite", src, tmp_path / "tight", *options, str(error / 2))
+    assert code == 0
+    assert re.search(r"^float32  \S+$", out, re.MULTILINE)
+    assert float(re.search(r"^error +(\S+) on the data", out, re.MULTILINE)[1]) <= error / 2
+    np.savez(tmp_path / "data.npz", z=inputs["x"])
+    code, out, err = run("rewrite", src, tmp_path / "none", *options, "0.1")
+    assert (code, out, (tmp_path / "none").exists()) == (1, "", False)
+    assert "No signature of" in one_line(err)
 
 
 def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
@@ -174,7 +196,7 @@ def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
     for name, text in (("plan.txt", plan.to_text()), ("plan.html", plan.to_html())):
         arguments = (src, tmp_path / name.replace(".", "-"), "--report", tmp_path / name)
         code, out, _ = run("rewrite", *arguments, "--dtype", "float16")
-        assert (code, out.splitlines()[-1]) == (0, f"report  {tmp_path / name}")
+        assert (code, out.splitlines()[-1]) == (0, f"report   {tmp_path / name}")
         assert (tmp_path / name).read_text(encoding="utf-8") == text
 
 
@@ -190,11 +212,19 @@ def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
         (["rewrite", "a", "b", "--report", "no/plan.txt"], "there is no directory 'no'"),
         (["rewrite", "a", "b", "--report", "plan.json"], "'plan.json' is a directory"),
         (["rewrite", "a", "b", "--placement", "nowhere"], "invalid choice: 'nowhere'"),
+        (["rewrite", "a", "b", "--bound", "0.01"], "--bound and --data go together"),
+        (["rewrite", "a", "b", "--data", "y.npz"], "--bound and --data go together"),
+        (["rewrite", "a", "b", "--bound", "-1"], "--bound: '-1' is not a number of at least 0"),
+        (["rewrite", "a", "b", "--bound", "nan"], "'nan' is not a number of at least 0"),
+        (["rewrite", "a", "b", "--bound", "1", "--data", "no.npz"], "there is no file 'no.npz'"),
+        (["rewrite", "a", "b", "--bound", "1", "--data", "x.npz"], "'x.npz' does not hold named"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").mkdir()
+    (tmp_path / "x.npz").write_text("no arrays")
+    np.savez(tmp_path / "y.npz", x=np.ones(1))
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert message in err

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -17,12 +18,14 @@ import sys
 import tempfile
 import threading
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION, dtype_by_other_name
 from tfamp.core.errors import TfampError, TfampWarning
+from tfamp.core.options import checked_number
 from tfamp.core.spelling import spelled_by
 
 # As of a command that SIGPIPE ends, 128 + 13; Windows has no such signal.
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
+        if problem := _of_two_arguments(args):
+            args.wrong_usage(problem)
     except SystemExit as stop:  # argparse has printed help or an error
         return stop.code if isinstance(stop.code, int) else 2
     # Read by TensorFlow when it is imported; its start-up log would bury the answer.
@@ -91,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     text = "write a SavedModel that computes in low precision where it is safe"
     rewrite = commands.add_parser("rewrite", help=text, description=_rewrite.__doc__)
-    rewrite.set_defaults(run=_rewrite)
+    rewrite.set_defaults(run=_rewrite, wrong_usage=rewrite.error)
     add = rewrite.add_argument
     text = "directory of a SavedModel; of a Keras model, model.export(SRC) writes one"
     add("src", metavar="SRC", help=text)
@@ -104,6 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep-float32", metavar="REGEX", action="append", default=[], help=text)
     text = "inputs by name, to measure ranges with: nodes with too large values stay float32"
     add("--calibrate", metavar="FILE.npz", help=text)
+    text = (
+        "largest acceptable error of the outputs on --data, such as 0.01: name scopes stay float32 "
+        "until it is at most this, proved by a run"
+    )
+    add("--bound", metavar="ERROR", type=_bound, help=text)
+    add("--data", metavar="FILE.npz", type=_npz_path, help="inputs by name, for --bound")
     text = (
         "replace variables by constants, stored in the low dtype: about half the bytes; DST "
         "then has only the signatures of SRC, and cannot be trained"
@@ -133,6 +144,33 @@ def _dtype(text: str) -> str:
     meant = dtype_by_other_name(text)
     if text not in LOW_PRECISION and meant in LOW_PRECISION:
         raise argparse.ArgumentTypeError(f"{text!r} is not a choice; did you mean {meant!r}?")
+    return text
+
+
+def _of_two_arguments(args: argparse.Namespace) -> str | None:
+    """Returns what is wrong with arguments that go together; None for nothing."""
+    given = vars(args)
+    if (given.get("bound") is None) != (given.get("data") is None):
+        return "--bound and --data go together: the error is measured on the data"
+    return None
+
+
+def _bound(text: str) -> float:
+    try:
+        return checked_number("it", float(text), low=0.0, high=math.inf)
+    except ValueError:
+        problem = f"{text!r} is not a number of at least 0, such as 0.01"
+        raise argparse.ArgumentTypeError(problem) from None
+
+
+def _npz_path(text: str) -> str:
+    """A file of named arrays, as far as can be seen without NumPy."""
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    if not zipfile.is_zipfile(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not hold named arrays; numpy.savez(path, x=array) writes such a file"
+        )
     return text
 
 
@@ -188,18 +226,26 @@ def _rewrite(args: argparse.Namespace) -> int:
         placement=args.placement,
         device=args.device,
         overwrite=args.overwrite,
+        bound=args.bound,
+        data=args.data,
     )
     old, new = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary
-    print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
-    print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
+    print(f"wrote    {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
+    # Most float nodes hold or pass on values: the products are what a conversion is for.
+    print(f"products {totals.low_products} of {totals.products} in {plan.dtype}")
     size = f"{totals.cast_bytes / 1e6:.4g} MB"
     unknown = totals.casts_of_unknown_size
-    print(f"casts   {totals.casts}, {size} and {unknown} of unknown size")
+    print(f"casts    {totals.casts}, {size} and {unknown} of unknown size")
+    if (accuracy := plan.accuracy) is not None:
+        errors = f"{accuracy.error:.2g} on the data, {accuracy.error_of_all:.2g} without a bound"
+        print(f"error    {errors}")
+        for scope in accuracy.float32_scopes:
+            print(f"float32  {scope}")
     if args.report is not None:
         text = getattr(plan, _REPORTS[args.report.suffix])()
         args.report.write_text(text, encoding="utf-8")
-        print(f"report  {args.report}")
+        print(f"report   {args.report}")
     return 0
 
 

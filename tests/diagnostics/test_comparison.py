@@ -6,19 +6,16 @@ import re
 import string
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tfamp
 from helpers.cases import first_of
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 from tfamp.diagnostics import Comparison, compare
-from tfamp.diagnostics.comparison import largest_error, range_shares, relative_error, search_list
+from tfamp.diagnostics.comparison import range_shares
 from tfamp.diagnostics.comparison_notes import largest_inexact
 from tfamp.diagnostics.model_runs import computing_in, observing_layers, unchanged
 
@@ -343,72 +340,12 @@ def test_where_float32_gives_nothing_no_error_is_claimed(x):
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "reference", "error"),
-    [
-        ([1, 2], [1, 2], 0.0),
-        ([1, 3], [1, 4], 0.25),
-        ([0.5, -4], [1, -4], 0.125),
-        ([1], [0], math.inf),
-        ([0], [0], 0.0),
-        ([math.inf], [1], math.inf),
-        ([math.nan, 1], [1, 1], math.inf),
-        ([math.inf, 3], [math.inf, 4], 0.25),
-        ([5.0], [math.nan], 0.0),
-        ([], [], 0.0),
-        (np.array([1.0, 257.0], ml_dtypes.bfloat16), [1.0, 257.0], 1 / 257),
-    ],
-)
-def test_the_largest_difference_over_the_largest_magnitude(value, reference, error):
-    assert relative_error(np.array(value), np.array(reference, float)) == error
-
-
-def test_of_several_tensors_it_is_the_worst_and_other_shapes_or_counts_are_wrong_at_all():
-    assert largest_error([[1.0], [3.0]], [[1.0], [4.0]]) == 0.25
-    assert largest_error([], []) == 0.0
-    assert relative_error([1, 2], [1]) == largest_error([[1.0]], []) == math.inf
-
-
 def test_shares_count_what_the_dtype_cannot_hold():
     values = [np.array([0.0, 65504.0, 65505.0, math.inf]), np.array([2.0**-24, 2.0**-25, 1.0, 1.0])]
     shares = range_shares(values, "float16")
     assert shares == {"max": 65505.0, "overflow": 1 / 8, "underflow": 1 / 8}
     assert range_shares(values, "bfloat16")["overflow"] == 0
     assert range_shares([], "float16")["max"] == 0
-
-
-# ---- The search for a list -----------------------------------------------------------------------
-
-
-class Errors:
-    """The error is the number of culprits that are not kept; counts its runs."""
-
-    def __init__(self, culprits):
-        self.culprits, self.runs = frozenset(culprits), []
-
-    def __call__(self, kept):
-        self.runs.append(kept)
-        return float(len(self.culprits - kept))
-
-
-@given(st.sets(st.sampled_from(NAMES)))
-def test_exactly_the_culprits_are_found_and_proved_by_the_last_run(culprits):
-    errors = Errors(culprits)
-    names, error = search_list(NAMES, errors, 0.5)
-    assert set(names) == culprits
-    assert len(search_list(NAMES, Errors(culprits), 2.0)[0]) == max(len(culprits) - 2, 0)
-    assert list(names) == sorted(names, key=NAMES.index)
-    assert error == 0.0
-    assert errors.runs[-1] == culprits
-
-
-def test_without_a_list_and_with_errors_that_are_not_numbers():
-    for names, error in (("abc", 1.0), ((), 1.0), ("ab", math.nan)):
-        assert search_list(names, lambda kept, error=error: error, 0.5) == (None, None)
-    found = search_list("ab", lambda kept: 0.0 if kept == {"a"} else math.nan, 0.5)
-    assert found == (("a",), 0.0)
-    answers = iter([1.0, 0.1, 1.0])  # An error that changes proves nothing.
-    assert search_list("a", lambda kept: next(answers), 0.5) == (None, None)
 
 
 # ---- The model while it runs ---------------------------------------------------------------------

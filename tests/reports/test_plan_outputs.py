@@ -61,6 +61,9 @@ SUMMARY_FIELDS = {
     "cast_bytes": ("7777 bytes", "7.59 KiB", "7777 bytes", ""),
     "casts_of_unknown_size": ("5 of unknown", "5 of unknown", "5 of unknown", ""),
     "estimated_speed_up": ("", "1.25", "1.25", ""),
+    # Of a whole model, for the command line's summary.
+    "products": ("", "", "", ""),
+    "low_products": ("", "", "", ""),
 }
 
 

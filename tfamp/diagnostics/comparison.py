@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,10 +31,12 @@ from tfamp.diagnostics.comparison_notes import (
     variation_notes,
     whole_numbers_note,
 )
+from tfamp.graph.relative_errors import in_float64, largest_error
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import model_roles
 from tfamp.layers.layer_dtypes import policy_with
 from tfamp.layers.model_calls import described_plan
+from tfamp.planning.float32_search import KeptList, search_list
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
@@ -44,11 +46,7 @@ _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
 # An error of a container is not explained by its sublayers if it is so many times their
 # largest: twice, as less may be rounding. A choice.
 _OWN_FACTOR = 2.0
-# Each tried list is a run of the model, so this bounds the time of a search. A choice.
-_MOST_RUNS = 200
 
-# The list to keep in float32 and the error with it; None without one.
-KeptList: TypeAlias = tuple[tuple[str, ...] | None, float | None]
 _Tensors: TypeAlias = list[np.ndarray]
 
 
@@ -265,7 +263,7 @@ def compare(
     if bound is not None:
         checked_number("bound", bound, low=0.0, high=math.inf)
     subject = _Subject(model, x, low)
-    finite = (np.isfinite(_float64(output)).any() for output in subject.outputs)
+    finite = (np.isfinite(in_float64(output)).any() for output in subject.outputs)
     if subject.outputs and not any(finite):
         raise ValueError(
             "There is nothing to compare with: no output is finite in float32. Give x with at "
@@ -444,39 +442,13 @@ def _arrays(value: Nest) -> _Tensors:
     return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
 
 
-# ---- Errors --------------------------------------------------------------------------------------
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Returns the largest difference over the largest magnitude, where the reference is finite.
-
-    It is inf for another shape, and for a value that is not finite where the reference is.
-    """
-    value, reference = _float64(value), _float64(reference)
-    if value.shape != reference.shape:
-        return math.inf
-    finite = np.isfinite(reference)
-    value, reference = value[finite], reference[finite]
-    if not np.isfinite(value).all():
-        return math.inf
-    difference = float(np.max(np.abs(value - reference), initial=0.0))
-    magnitude = float(np.max(np.abs(reference), initial=0.0))
-    if not magnitude:
-        return math.inf if difference else 0.0
-    return difference / magnitude
-
-
-def largest_error(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """Returns the largest relative error of several tensors; 0 for none."""
-    if len(values) != len(references):
-        return math.inf
-    return max(map(relative_error, values, references), default=0.0)
+# ---- Ranges --------------------------------------------------------------------------------------
 
 
 def range_shares(values: Sequence[Tensor], dtype: str) -> dict[str, float]:
     """Returns the fields `max`, `overflow` and `underflow` of a `ComparisonRow`."""
     limits = float_format(dtype)
-    sizes = (np.abs(_float64(value)).ravel() for value in values)
+    sizes = (np.abs(in_float64(value)).ravel() for value in values)
     size = np.concatenate([np.zeros(0), *sizes])
     count = max(size.size, 1)
     finite = size[np.isfinite(size)]
@@ -486,42 +458,3 @@ def range_shares(values: Sequence[Tensor], dtype: str) -> dict[str, float]:
         "overflow": float(np.count_nonzero(finite > limits.max) / count),
         "underflow": float(np.count_nonzero(small) / count),
     }
-
-
-def _float64(value: Tensor) -> np.ndarray:
-    return np.asarray(value).astype(np.float64)
-
-
-# ---- The search for layers to keep ---------------------------------------------------------------
-
-
-def search_list(
-    suspects: Sequence[str], error_of: Callable[[frozenset[str]], float], bound: float
-) -> KeptList:
-    """Searches for a short list of names to keep in float32 whose error is at most a bound.
-
-    Twice as many suspects are kept each time until the error is low enough; then each that is
-    not needed is removed again. The list is minimal: without any one of its names the error is
-    too large, unless the number of runs ended the search. A last run with the list proves it.
-    """
-    errors: dict[frozenset[str], float] = {}
-
-    def suffices(names: Sequence[str]) -> bool:
-        key = frozenset(names)
-        if key not in errors:
-            errors[key] = error_of(key)
-        return errors[key] <= bound
-
-    enough = 0
-    while not suffices(suspects[:enough]):
-        if enough >= len(suspects):
-            return None, None
-        enough = 2 * enough or 1
-    names = suspects[:enough]
-    for name in reversed(names):
-        fewer = [other for other in names if other != name]
-        if fewer and len(errors) < _MOST_RUNS and suffices(fewer):
-            names = fewer
-    # In a random model an earlier error may have been chance.
-    error = error_of(frozenset(names))
-    return (tuple(names), error) if error <= bound else (None, None)

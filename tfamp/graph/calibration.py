@@ -207,7 +207,7 @@ def _fitting(
     """
     is_finite = True
     for number, batch in enumerate(batches):
-        values = list(_tensors(number, batch, inputs))
+        values = list(batch_tensors(f"Calibration batch {number}", batch, inputs))
         pairs = zip(values, inputs, strict=True)
         with_nan = [name for value, (name, _) in pairs if _has_nan(value)]
         if with_nan and is_finite:
@@ -225,12 +225,16 @@ def _has_nan(value: Tensor) -> bool:
     return value.dtype.is_floating and bool(np.isnan(value.numpy()).any())
 
 
-def _tensors(number: int, batch: Any, inputs: Sequence[_Input]) -> Iterator[Tensor]:
-    """The values of a batch as tensors of the dtypes that the inputs have."""
+def batch_tensors(where: str, batch: Any, inputs: Sequence[_Input]) -> Iterator[Tensor]:
+    """Yields the values of a batch as tensors of the dtypes that the inputs have.
+
+    Raises:
+        ValueError: They do not fit the inputs; the message begins with `where`.
+    """
     values = list(batch) if isinstance(batch, list | tuple) else [batch]
     if len(values) != len(inputs):
         raise ValueError(
-            f"Calibration batch {number} has {len(values)} values; the graph takes "
+            f"{where} has {len(values)} values; the graph takes "
             f"{len(inputs)}: {', '.join(name for name, _ in inputs)}."
         )
     for value, (name, spec) in zip(values, inputs, strict=True):
@@ -242,7 +246,7 @@ def _tensors(number: int, batch: Any, inputs: Sequence[_Input]) -> Iterator[Tens
         if not fits or (spec.dtype.is_integer and np.asarray(value).dtype.kind == "f"):
             dtype = getattr(value, "dtype", type(value).__name__)
             raise ValueError(
-                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of "
+                f"{where}: the input {name} takes {spec.dtype.name} of "
                 f"shape {spec.shape}; got {getattr(dtype, 'name', dtype)} of shape "
                 f"{np.shape(value)}."
             )

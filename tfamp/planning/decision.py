@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from tfamp.core import spelling
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
-from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
+from tfamp.planning.cost import (
+    FLOP_RULES,
+    ScopeCosts,
+    crossing_tensors,
+    estimate,
+    scope_seconds,
+)
 from tfamp.planning.ends import ends_of
 from tfamp.planning.exact_values import exact_slots
 from tfamp.planning.inexact_kernels import inexact_nodes
@@ -220,6 +226,7 @@ def make_plan(
 ) -> RewritePlan:
     """Returns a plan with its totals."""
     known = [cast.bytes for cast in casts if cast.bytes is not None]
+    products = [node for node in nodes if node.op in FLOP_RULES]
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),
@@ -228,6 +235,8 @@ def make_plan(
         cast_bytes=sum(known),
         casts_of_unknown_size=len(casts) - len(known),
         estimated_speed_up=speed_up,
+        products=len(products),
+        low_products=sum(node.dtype == dtype for node in products),
     )
     return RewritePlan(dtype, nodes, casts, retypes, summary)
 

@@ -6,6 +6,7 @@ are integers: positions in the tuples of its `GraphIndex`. Dtypes are names, suc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -350,6 +351,9 @@ class RewriteSummary:
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
         estimated_speed_up: Ratio of the estimated times before and after, each function run
             once; None if shapes are unknown.
+        products: Number of matmuls, convolutions and recurrent cells, which take most of the
+            time; a product that two signatures have a copy of counts twice.
+        low_products: Number of these that are in the low dtype after the rewrite.
     """
 
     nodes: int
@@ -359,6 +363,29 @@ class RewriteSummary:
     cast_bytes: int
     casts_of_unknown_size: int
     estimated_speed_up: float | None = None
+    products: int = 0
+    low_products: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The error of a rewritten SavedModel on data, with what stays float32 for it.
+
+    Errors are the largest difference of an output from float32's over its largest magnitude, as
+    in `tfamp.diagnostics.compare`.
+
+    Attributes:
+        bound: The largest acceptable error.
+        error: The error of a run with these scopes in float32.
+        error_of_all: The error with all in the low dtype that the other arguments let be.
+        float32_scopes: The name scopes, or names of nodes outside of any, that stay float32 for
+            the bound; the plan's reasons name their patterns.
+    """
+
+    bound: float
+    error: float
+    error_of_all: float
+    float32_scopes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +398,7 @@ class RewritePlan:
         casts: Every Cast to insert.
         retypes: Every slot to change.
         summary: Totals.
+        accuracy: What `rewrite_saved_model` measured for its `bound`; None without one.
 
     Example:
         >>> import tensorflow as tf
@@ -389,13 +417,17 @@ class RewritePlan:
     casts: tuple[CastSite, ...]
     retypes: tuple[Retype, ...]
     summary: RewriteSummary
+    accuracy: Accuracy | None = None
 
     def to_text(self) -> str:
         """Returns the plan as a text table: nodes, Casts, totals."""
         return plan_text(self._as_dict())
 
     def to_json(self) -> str:
-        """Returns the plan as JSON: an object with dtype, nodes, casts and summary."""
+        """Returns the plan as JSON: an object with dtype, nodes, casts and summary.
+
+        With a `bound` also accuracy.
+        """
         return json.dumps(self._as_dict(), indent=1)
 
     def to_html(self) -> str:
@@ -450,14 +482,23 @@ class RewritePlan:
         return plan_fragment(self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
-        """The plan as an object of JSON: dtype, nodes, casts and summary."""
+        """The plan as an object of JSON: dtype, nodes, casts, summary, and accuracy if known."""
         summary = self.summary
+        accuracy = {} if self.accuracy is None else {"accuracy": _accuracy_dict(self.accuracy)}
         return {
+            **accuracy,
             "dtype": self.dtype,
             "nodes": [_node_dict(node) for node in self.nodes],
             "casts": [_cast_dict(cast) for cast in self.casts],
             "summary": {name: getattr(summary, name) for name in summary.__slots__},
         }
+
+
+def _accuracy_dict(accuracy: Accuracy) -> dict[str, Any]:
+    fields = dataclasses.asdict(accuracy)
+    # JSON has no inf, the error of outputs that overflow.
+    overflows = math.isinf(accuracy.error_of_all)
+    return {**fields, "error_of_all": "inf"} if overflows else fields
 
 
 def _node_dict(node: NodePlan) -> dict[str, Any]:

@@ -85,8 +85,21 @@ def _totals(plan: Json) -> str:
     return (
         f"{totals['low_nodes']} of {totals['nodes']} float nodes in {plan['dtype']}; "
         f"{totals['casts']} Casts inserted, {totals['cast_bytes']} bytes"
-        f" and {totals['casts_of_unknown_size']} of unknown size"
+        f" and {totals['casts_of_unknown_size']} of unknown size{_accuracy(plan)}"
     )
+
+
+def _accuracy(plan: Json) -> str:
+    """Returns the errors measured for a bound, to stand behind the totals; "" without one."""
+    if (measured := plan.get("accuracy")) is None:
+        return ""
+    scopes = ", ".join(measured["float32_scopes"])
+    kept = (
+        f" with {scopes} in float32, {float(measured['error_of_all']):.2g} without"
+        if scopes
+        else ""
+    )
+    return f"; error on the data {measured['error']:.2g}{kept}; bound {measured['bound']:g}"
 
 
 def _cost(seconds: float | None) -> str:

@@ -244,7 +244,7 @@ def measure_meta_graph(
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[_Arrays]] = {}
     for args, kwargs in data.calls():
-        name, batch = _matching(signatures, args, kwargs, src)
+        name, batch = matching_signature(signatures, args, kwargs, src)
         calls.setdefault(name, []).append(batch)
     ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
@@ -264,12 +264,17 @@ def measure_meta_graph(
     return ranges
 
 
-def _matching(
+def matching_signature(
     signatures: Mapping[str, SignatureDef],
     args: Sequence[Any],
     kwargs: _Arrays,
     src: Path,
 ) -> tuple[str, _Arrays]:
+    """Returns the name of the signature that takes a call of some data, and its arrays by name.
+
+    Raises:
+        SavedModelError: No signature takes them.
+    """
     for name, signature in signatures.items():
         inputs = sorted(signature.inputs)
         if kwargs and inputs == sorted(kwargs):

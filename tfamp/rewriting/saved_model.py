@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.core.kinds import SavedModel
 from tfamp.core.names import Device, LowDtype, LowDtypeLike, Placement
+from tfamp.core.options import checked_number
 from tfamp.core.spelling import argument
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
@@ -23,9 +26,10 @@ from tfamp.machine import hardware
 from tfamp.machine.file_replacing import new_directory
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import RewritePlan
+from tfamp.planning.structures import Accuracy, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting import saved_graph
+from tfamp.rewriting.bounded import search_scopes
 from tfamp.rewriting.other_files import what_else_it_is
 
 # The model may run on another machine, whose op times are unknown.
@@ -49,6 +53,8 @@ def rewrite_saved_model(
     placement: Placement = _PLACEMENT,
     device: Device = RewriteOptions.device,
     overwrite: bool = False,
+    bound: float | None = None,
+    data: Any = None,
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the op lists allow it.
 
@@ -84,14 +90,21 @@ def rewrite_saved_model(
         device: Kind of device that the model will run on: "cpu", "gpu", "tpu", or "auto" for
             this machine's. Nodes without a kernel there stay float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
+        bound: Largest acceptable error of the outputs on `data`: the largest difference from
+            float32 over the largest magnitude, as in `tfamp.diagnostics.compare`. Name scopes
+            stay float32 until the error is at most this; a run of the written model proves it.
+            Each scope takes a run.
+        data: Data for `bound`, as for `calibration`.
 
     Returns:
-        The plan, with the reason for every node. If no node could be converted, there is a
-        `NothingConvertedWarning`, and the new model computes like the old one.
+        The plan, with the reason for every node, and with a bound `plan.accuracy`. If no node
+        could be converted, there is a `NothingConvertedWarning`, and the new model computes
+        like the old one.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message lists the allowed values.
-        SavedModelError: `src` cannot be read or frozen, or `dst` cannot be written.
+        SavedModelError: `src` cannot be read or frozen, `dst` cannot be written, or no nodes in
+            float32 bring the error to the bound.
         RewriteError: A graph is not valid or has an unknown op; it names node, op and cause.
 
     Example:
@@ -110,20 +123,69 @@ def rewrite_saved_model(
     final = _checked_target(source, target, overwrite)
     choices = {"op_lists": op_lists, "keep_float32": keep_float32, "force_low": force_low}
     options = _options(dtype, freeze, calibration, placement, device=device, **choices)
-    plan = _rewritten(model, source, freeze, options)
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
-        return dropped if Path(folder) == source else set()
-
+    accuracy, patterns = _searched(model, source, freeze, options, bound, data)
     try:
         with new_directory(final) as work:
-            shutil.copytree(source, work, ignore=left_out, dirs_exist_ok=True)
-            (work / _GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
-            tf_private.write_fingerprint(str(work))
+            plan = _write(model, source, work, freeze, options.keeping(patterns))
     except (OSError, tf_private.message_error()) as error:  # A message is limited to 2 GiB.
         raise SavedModelError(f"The output {target} could not be written: {error}") from error
+    return dataclasses.replace(plan, accuracy=accuracy)
+
+
+def _searched(
+    model: SavedModel,
+    source: Path,
+    freeze: bool,
+    options: RewriteOptions,
+    bound: float | None,
+    data: Any,
+) -> tuple[Accuracy | None, list[str]]:
+    """Returns what was measured for a bound, and patterns of nodes that stay float32 for it."""
+    if bound is None and data is None:
+        return None, []
+    if bound is None or data is None:
+        raise ValueError(
+            f"{argument('bound')} and {argument('data')} go together: the error is measured on the "
+            "data. Give both, or neither."
+        )
+    checked_number("bound", bound, low=0.0, high=math.inf)
+
+    def candidate(patterns: Sequence[str], folder: Path) -> RewritePlan:
+        kept = options.keeping(patterns)
+        return _write(model, source, folder, freeze, kept, copy_file=_link_or_copy)
+
+    return search_scopes(model, source, _calls_of(data), bound, candidate)
+
+
+def _write(
+    model: SavedModel,
+    source: Path,
+    folder: Path,
+    freeze: bool,
+    options: RewriteOptions,
+    copy_file: Callable[[str, str], object] = shutil.copy2,
+) -> RewritePlan:
+    """Writes a converted SavedModel; returns the plan. `model` is not modified."""
+    new = tf_private.saved_model_message()
+    new.CopyFrom(model)
+    plan = _rewritten(new, source, freeze, options)
+
+    def left_out(inside: str, names: list[str]) -> set[str]:
+        dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
+        return dropped if Path(inside) == source else set()
+
+    shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True, copy_function=copy_file)
+    (folder / _GRAPH_FILE).write_bytes(new.SerializeToString(deterministic=True))
+    tf_private.write_fingerprint(str(folder))
     return plan
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Links a file that is only read for a while: weights may be gigabytes."""
+    try:
+        os.symlink(os.path.abspath(source), target)
+    except OSError:  # Windows lets administrators only, some file systems nobody.
+        shutil.copy2(source, target)
 
 
 def inspect_saved_model(
@@ -180,18 +242,20 @@ def _options(
             f"{argument('freeze', True)} too, or {argument('placement', 'min_cut')}, which is "
             "the same without compiling."
         )
-    if isinstance(calibration, str | os.PathLike):
-        calibration = Calibration.from_npz(calibration)
-    elif calibration is not None:
-        single = isinstance(calibration, Mapping)
-        calibration = Calibration.of([calibration] if single else calibration)
     return RewriteOptions(
         dtype=required_dtype(dtype),
-        calibration=calibration,
+        calibration=None if calibration is None else _calls_of(calibration),
         placement=placement,
         profile="builtin",
         **choices,
     )
+
+
+def _calls_of(data: Any) -> Calibration:
+    """Returns data of an argument as calls: of a file, of one dict of arrays, or as it is."""
+    if isinstance(data, str | os.PathLike):
+        return Calibration.from_npz(data)
+    return Calibration.of([data] if isinstance(data, Mapping) else data)
 
 
 def _rewritten(
