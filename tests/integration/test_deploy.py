@@ -37,7 +37,6 @@ import numpy as np, tensorflow as tf
 loaded = tf.saved_model.load(sys.argv[1])
 serve = loaded.signatures["serving_default"]
 (value,) = serve(x=tf.constant(np.load(sys.argv[2]))).values()
-assert value.dtype == tf.float32, value.dtype
 np.save(sys.argv[3], value.numpy())
 """
 
