@@ -11,7 +11,7 @@ import sys
 import tarfile
 import zipfile
 
-# A link or picture of README that is not absolute: a package index shows README without the checkout.
+# A link or picture that is not absolute: a package index shows README without the checkout.
 RELATIVE = re.compile(r'\]\((?!https?://|#)[^)]*\)|src="(?!https?://)[^"]*"')
 # What only a checkout needs; Hatchling adds .gitignore, which it obeys, and PKG-INFO.
 CHECKOUT_ONLY = (".github/", ".gitignore", ".pre-commit-config.yaml")
