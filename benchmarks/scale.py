@@ -4,7 +4,7 @@
         [--json FILE]
 
 A first call traces the step, converts and optimizes the graph, and runs it once; nothing is
-large but the number of layers. Each way runs in a process of its own, and by turns: float32 is a
+large but the number of layers. Each way runs in a process of its own. "float32" is a
 `tf.function`, "rewrite" is `tfamp.rewrite` in bfloat16 by lists, which convert on every machine,
 "prepare" is `fit` at level O1, and "tune" compares a step in float32 and by lists. Time is that
 of the processor, which other programs disturb less than the clock; memory is the peak of the
@@ -132,7 +132,7 @@ def table(calls: Sequence[FirstCall]) -> tables.Table:
 def _in_a_process(way: str, layers: int) -> FirstCall:
     command = [sys.executable, "-m", "benchmarks.scale", "--one", way, "--layers", str(layers)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TFAMP_CACHE": "off"}
-    environment.setdefault("TFAMP_PROFILE", "builtin")  # measuring a machine is no part of a call
+    environment.setdefault("TFAMP_PROFILE", "builtin")  # a machine is measured once
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{way} of {layers} layers ended with {done.returncode}")

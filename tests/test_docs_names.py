@@ -93,6 +93,8 @@ WORDS = {
     *("activate", "bash", "deploy", "docs", "install", "latest", "mike", "mkdocs", "mypy", "nox"),
     *("pip", "pre", "commit", "pytest", "ruff", "serve", "source", "actionlint", "py", "zizmor"),
     *("git", "origin", "push", "tag", "upcoming", "processor", "uname"),
+    *("pyright", "--config-file", "--project", "--pythonpath"),
+    *("disallow_subclassing_any", "ignore_missing_imports", "fork"),
     *("--cov", "--offline", "--push", "--strict", "--update-aliases", "-e", "-n", "-p", "-s"),
     *("FILE.npz", "conv2d/kernel", "gate/", "gate/cond/MatMul", "gpu.json", "numerics.jsonl"),
     *("precision.toml", "SomeLayer", "iterator", "loaded", "Cannot", "Tparams"),

@@ -1,6 +1,7 @@
 """Plans of layers are values, made by one function, carried out by one wrapper a method."""
 
 import dataclasses
+import threading
 
 import keras
 import numpy as np
@@ -218,3 +219,46 @@ def test_the_configuration_of_a_sequential_has_the_cast_behind_it(low):
     again.set_weights(model.get_weights())
     assert again(x).dtype == "float32"
     np.testing.assert_allclose(again(x), model(x), atol=0.02)
+
+
+def test_a_layer_that_makes_no_output_any_more_says_nothing_about_it(low):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(3), OfLow(low, name="odd")])
+    odd = model.layers[-1]
+    assert plan_of(odd).refusal
+    model.pop()
+    assert plan_of(odd).refusal == ""
+
+
+def test_a_layer_that_another_thread_lowers_between_its_call_and_its_model_is_cast(low):
+    x = keras.Input((8,))
+    shared = layers.Dense(8)
+    kept = keras.Model(x, shared(x))
+    assert shared.compute_dtype == "float32"
+    second = keras.Input((8,))
+    with_float32 = shared(second)
+    own_spec, computed, lowered = shared.compute_output_spec, threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        spec = own_spec(*args, **kwargs)
+        if threading.current_thread().name == "late":
+            computed.set()
+            lowered.wait(60)
+        return spec
+
+    shared.compute_output_spec = slow
+    made = []
+
+    def make():
+        with tfamp.policy_scope(f"mixed_{low}"):
+            z = keras.Input((8,))
+            made.append(keras.Model(z, shared(z)))
+
+    late = threading.Thread(target=make, name="late")
+    late.start()
+    assert computed.wait(60)
+    keras.Model(second, layers.Dense(2)(with_float32))
+    lowered.set()
+    late.join()
+    inputs = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
+    assert (made[0].output.dtype, made[0](inputs).dtype) == ("float32", "float32")
+    np.testing.assert_allclose(made[0](inputs), kept(inputs), atol=0.02)

@@ -354,7 +354,7 @@ def test_calls_that_warm_up_do_not_count(cut_layer, x, monkeypatch):
     report = tfamp.tune(cut_layer, x, dtype="bfloat16", candidates=CANDIDATES, rounds=8)
     assert {row.candidate: row.seconds for row in report.rows} == warm
     assert report.chosen.candidate == "float32"
-    # A cold call took long enough alone. How many warm ones a round needs was found anew.
+    # A cold call took long enough alone. How many warm ones a round needs was found again.
     assert counts["float32"][:2] == [1, 1]
     assert counts["float32"][-1] == 2
 

@@ -95,6 +95,10 @@ def settle(functional: Functional, owner: Model | None = None) -> bool:
 def _give_roles(graph: ModelGraph, layers: list[Layer]) -> None:
     for layer in layers:
         models_below_become_parts(layer)
+    for layer in _output_makers(graph):
+        if managed_by(layer) is not None and record_of(layer).places is not None:
+            # Another thread may have changed its dtype between its call and this moment.
+            _retype(layer)
     makers = {id(layer) for layer in _output_makers(graph)}
     # Interior layers first: an output is cast only if its layer stays low.
     for layer in sorted(layers, key=lambda layer: id(layer) in makers):
@@ -235,6 +239,8 @@ def _follow_places(layer: Layer) -> None:
         float32_outputs=bool(assignment.policy.float32_outputs),
     )
     if (role == "output") == bool(places.raised):
+        if assignment.refusal:  # it makes no output any more
+            note(layer, assignment=dataclasses.replace(assignment, refusal=""))
         return
     if role == "output":
         refusal = why_not_raised(layer) or _raise(layer, assignment)
