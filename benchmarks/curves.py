@@ -116,7 +116,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     tasks = list(dict.fromkeys(curve.setup.task for curve in curves))
     figure, axes = pyplot.subplots(
@@ -134,8 +134,9 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
                 _line(lower, [_difference(*pair) for pair in both], **style)
         _spread_of_float32(lower, own)
         upper.set(title=task, ylabel="held-out loss", yscale="log", xlim=(0, steps))
-        for ticks in (upper.yaxis.set_major_formatter, upper.yaxis.set_minor_formatter):
-            ticks(lambda value, _: f"{value:g}")
+        upper.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 3.0, 5.0), numticks=15))
+        upper.yaxis.set_minor_locator(ticker.NullLocator())
+        upper.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         upper.legend()
         lower.axhline(0, color="black", linewidth=1)
         lower.set(xlabel="step", ylabel="from float32, same seed, %", xlim=(0, steps))
