@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import one_of_each, tiers
 from helpers.optimizers import plain_optimizers
-from tfamp.training.optimizer_state import SLOTS
+from tfamp.training.optimizer_state import STATE_NEEDING_FLOAT32
 
 KERAS = plain_optimizers()
 # Rates at which 150 float32 steps get well below the first loss.
@@ -122,9 +122,11 @@ def test_without_masters_a_warning_names_what_is_lost_once(name):
         optimizer.build(weights)
         optimizer.build(weights)
 
-    expected = f"keeps {SLOTS[name]}, which bfloat16 slots may not hold: for 2 variables"
+    expected = (
+        f"keeps {STATE_NEEDING_FLOAT32[name]}, which bfloat16 slots may not hold: for 2 variables"
+    )
     said = _said(build)
-    assert len(said) == (SLOTS[name] != "")
+    assert len(said) == (STATE_NEEDING_FLOAT32[name] != "")
     assert all(expected in text and "Leave master_weights out" in text for text in said)
     assert optimizer.master_variables == []
 
