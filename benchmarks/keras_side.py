@@ -124,7 +124,7 @@ class Trainer:
 def _timed_rewrite() -> Iterator[list[float]]:
     """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
     seconds: list[float] = []
-    rewrite = tfamp.rewriting.pipeline.converted
+    rewrite = tfamp.rewriting.pipeline.graph_in_low_precision
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -133,11 +133,11 @@ def _timed_rewrite() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    tfamp.rewriting.pipeline.converted = timed
+    tfamp.rewriting.pipeline.graph_in_low_precision = timed
     try:
         yield seconds
     finally:
-        tfamp.rewriting.pipeline.converted = rewrite
+        tfamp.rewriting.pipeline.graph_in_low_precision = rewrite
 
 
 def device_bytes() -> dict[str, int] | None:

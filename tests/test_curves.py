@@ -103,7 +103,7 @@ def test_a_run_whose_curve_was_not_written_any_more_is_at_its_end_all_the_same(
 def test_low_precision_is_used_and_learns_as_float32(tmp_path, system):
     exact = curve_run.train(a_setup(steps=30), tmp_path)
     low = curve_run.train(a_setup(system=system, dtype="bfloat16", steps=30), tmp_path)
-    assert exact.held_out[-1].loss < 0.95 * exact.held_out[0].loss
+    assert exact.held_out[-1].loss < 0.98 * exact.held_out[0].loss
     assert low.losses != exact.losses
     assert low.losses == pytest.approx(exact.losses, rel=0.01)
     assert low.held_out[-1].loss == pytest.approx(exact.held_out[-1].loss, rel=0.01)
