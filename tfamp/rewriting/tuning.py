@@ -80,7 +80,7 @@ def tune(
     afterwards, with their initial values. Effects outside TensorFlow are not undone, such as
     written files and effects of `tf.py_function`.
 
-    float32, the function as it is, is always a candidate: the result is never slower. What
+    float32, the function as it is, is always a candidate: the result is slower by noise at most. What
     level "auto" of `prepare` would take is chosen unless another candidate was faster in three
     quarters of the rounds, and by more than the noise, which is measured too. Candidates share
     one trace, and those that XLA compiles as a whole another one; those with the same graph run
