@@ -80,9 +80,10 @@ def tune(
     afterwards, with their initial values. Effects outside TensorFlow are not undone, such as
     written files and effects of `tf.py_function`.
 
-    float32, the function as it is, is always a candidate: the result is slower by noise at most. What
-    level "auto" of `prepare` would take is chosen unless another candidate was faster in three
-    quarters of the rounds, and by more than the noise, which is measured too. Candidates share
+    float32, the function as it is, is always a candidate: the result is slower by noise at
+    most. What level "auto" of `prepare` would take is chosen unless another candidate was
+    faster in three quarters of the rounds, and by more than the noise, which is measured too.
+    Candidates share
     one trace, and those that XLA compiles as a whole another one; those with the same graph run
     once, unless variables are arguments: then each is traced and runs. The first call of each,
     which compiles, runs in a thread while the next one is rewritten. Then all are timed twice,
