@@ -83,14 +83,13 @@ def tune(
     float32, the function as it is, is always a candidate: the result is slower by noise at
     most. What level "auto" of `prepare` would take is chosen unless another candidate was
     faster in three quarters of the rounds, and by more than the noise, which is measured too.
-    Candidates share
-    one trace, and those that XLA compiles as a whole another one; those with the same graph run
-    once, unless variables are arguments: then each is traced and runs. The first call of each,
-    which compiles, runs in a thread while the next one is rewritten. Then all are timed twice,
-    and those within 15 % of the fastest twice more; a round that was still warming up, as
-    kernels are loaded, does not count. Further rounds are for those that are not slower in
-    three quarters of the rounds. No round begins after 2.5 times as long as the first two calls
-    in float32 take.
+    Candidates share one trace, and those that XLA compiles as a whole another one; those with
+    the same graph run once, unless variables are arguments: then each is traced and runs. The
+    first call of each, which compiles, runs in a thread while the next one is rewritten. Then
+    all are timed twice, and those within 15 % of the fastest twice more; a round that was still
+    warming up, as kernels are loaded, does not count. Further rounds are for those that are not
+    slower in three quarters of the rounds. No round begins after 2.5 times as long as the first
+    two calls in float32 take.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run,
     and the report says so. It is measured again for another graph, version, machine or
