@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import tfamp
-from tfamp.core.foreign import described
+from tfamp.core.messages import described
 from tfamp.interop.keras_hooks import require_tensorflow
 
 # One fresh process per backend, as Keras picks its backend when it is imported.

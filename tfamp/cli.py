@@ -25,8 +25,8 @@ from pathlib import Path
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION, dtype_by_other_name
 from tfamp.core.errors import TfampError, TfampWarning
+from tfamp.core.messages import spelled_by
 from tfamp.core.options import checked_number
-from tfamp.core.spelling import spelled_by
 
 # As of a command that SIGPIPE ends, 128 + 13; Windows has no such signal.
 _BROKEN_PIPE = 141

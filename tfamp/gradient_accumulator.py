@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Tensor, Variable
+from tfamp.core.messages import described
 from tfamp.core.options import checked_count
 from tfamp.interop.keras_hooks import key_of
 from tfamp.interop.tf_private import as_written

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast, get_args
 
 from tfamp.core import dtypes
-from tfamp.core.foreign import advice, described
 from tfamp.core.kinds import DType
+from tfamp.core.messages import advice, described
 from tfamp.core.names import Float32Outputs, LowDtype, PolicyName
 from tfamp.core.options import nearest
 

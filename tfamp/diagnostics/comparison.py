@@ -21,8 +21,8 @@ import tensorflow as tf
 
 import tfamp.diagnostics.model_runs as model_runs
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.core.foreign import advice
 from tfamp.core.kinds import Layer, Nest, Tensor
+from tfamp.core.messages import advice
 from tfamp.core.names import LowDtypeLike
 from tfamp.core.options import checked_number
 from tfamp.diagnostics.comparison_notes import (

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Optimizer, Tensor, Variable
+from tfamp.core.messages import described
 from tfamp.core.options import checked_count
 from tfamp.diagnostics.step_statistics import SHARES, Record, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator

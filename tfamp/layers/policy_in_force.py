@@ -20,8 +20,8 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, UnsupportedVersionError
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
+from tfamp.core.messages import described
 from tfamp.core.names import NamedPolicy, PolicyName
 from tfamp.core.scopes import Scope, ScopeStack, decorated
 from tfamp.interop import keras_hooks
@@ -30,7 +30,7 @@ from tfamp.layers import model_calls
 from tfamp.layers.layer_record import assignment_of, note, record_of
 from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy, policy_named
-from tfamp.training import keras_scaling, underflow
+from tfamp.training import scaling_warnings, underflow
 
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
@@ -262,7 +262,7 @@ def _follow() -> None:
     policy_source.keep(bool(levels))
     in_float16 = any(level.policy.compute_dtype == "float16" for level in levels)
     underflow.watch("policy", in_float16)
-    keras_scaling.watch(in_float16)
+    scaling_warnings.watch_keras(in_float16)
 
 
 def _patch(policy: Policy) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer
+from tfamp.core.messages import described
 from tfamp.core.names import ComputeDtypeLike
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of

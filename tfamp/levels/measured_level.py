@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Function, Layer, Model, Nest, Tensor
+from tfamp.core.messages import described
 from tfamp.core.names import Level
 from tfamp.core.options import PLACEMENTS
 from tfamp.interop.keras_hooks import automatic_jit_compile, layers_of

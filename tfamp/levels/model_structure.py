@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from tfamp.core.foreign import advice, described
 from tfamp.core.kinds import Functional, Layer, Model
+from tfamp.core.messages import advice, described
 from tfamp.core.options import checked_pattern, nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of

@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Layer, Method, Model, Nest, Optimizer
 from tfamp.core.loss_scale import LossScale
+from tfamp.core.messages import described
 from tfamp.core.names import (
     ComputeDtype,
     Float32Outputs,

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Method, Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.messages import described
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.records import WeakMap

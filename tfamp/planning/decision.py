@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfamp.core import spelling
+from tfamp.core import messages
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import (
     FLOP_RULES,
@@ -183,7 +183,7 @@ def _idle_patterns(
     places = [(index.scope, node.name) for index in indexes for node in index.nodes]
     for argument, pattern, matches in chosen.patterns:
         names = ", ".join(repr(places[node][1]) for node in matches[:3])
-        shown = spelling.argument(argument)
+        shown = messages.argument(argument)
         planned = [nodes[places[node]] for node in matches if places[node] in nodes]
         if argument == "keep_float32" and able.isdisjoint(matches):
             near = nearest_names(pattern, (chosen.names[node] for node in sorted(able)))

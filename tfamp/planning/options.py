@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
-from tfamp.core import spelling
+from tfamp.core import messages
 from tfamp.core.dtypes import LOW_PRECISION, dtype_hint
 from tfamp.core.names import ComputeDtype, Device, OnError, Placement
 from tfamp.core.options import PLACEMENTS, checked_pattern, checked_word
@@ -111,7 +111,7 @@ class RewriteOptions:
         """The regular expressions in `keep_float32` and `force_low`, compiled."""
         texts = {"keep_float32": self.keep_float32, "force_low": self.force_low}
         return {
-            name: tuple(checked_pattern(spelling.argument(name), x) for x in patterns)
+            name: tuple(checked_pattern(messages.argument(name), x) for x in patterns)
             for name, patterns in texts.items()
         }
 
@@ -337,7 +337,7 @@ def _node_names(indexes: Sequence[structures.GraphIndex]) -> list[list[str]]:
 def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
     near = nearest_names(pattern, names) or "'dense/MatMul'"
     return ValueError(
-        f"{spelling.argument(argument)}: no node's name matches {pattern!r}. The "
+        f"{messages.argument(argument)}: no node's name matches {pattern!r}. The "
         f"pattern is searched for in names such as {near}."
     )
 

@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.core.kinds import SavedModel
+from tfamp.core.messages import argument
 from tfamp.core.names import Device, LowDtype, LowDtypeLike, Placement
 from tfamp.core.options import checked_number
-from tfamp.core.spelling import argument
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.graph import Graph
 from tfamp.graph.op_lists import OpLists

@@ -17,9 +17,9 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.foreign import described
 from tfamp.core.kinds import Model, Optimizer, Tensor, Variable
 from tfamp.core.loss_scale import LossScale, LossScaleState, next_state
+from tfamp.core.messages import described
 from tfamp.interop.keras_hooks import as_tensor, built_for
 from tfamp.training.gradients import Gradients, dtype_name, on_every_replica, widened
 from tfamp.training.next_values import KeptValues, targets_of
