@@ -1,4 +1,4 @@
-"""`known_issues`: every rule has a machine that has it, a sound machine has none."""
+"""`known_issues`: every check has a machine that has it, a sound machine has none."""
 
 import dataclasses
 import importlib.metadata
@@ -10,7 +10,7 @@ from tensorflow.python.util import _pywrap_util_port
 from tfamp.core.profile import builtin_profile
 from tfamp.diagnostics import device_report
 from tfamp.diagnostics.doctor import (
-    RULES,
+    CHECKS,
     Environment,
     known_issues,
     old_libraries,
@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_an_issue_is_found_alone_with_advice_and_source(name):
     (issue,) = known_issues(CASES[name])
     assert issue.name == name

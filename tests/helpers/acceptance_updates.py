@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.acceptance import relative_difference
-from tfamp.training.fused_update import RULED
+from tfamp.training.fused_update import FUSED_OPTIMIZERS
 
 RULES = {
     "sgd": lambda: keras.optimizers.SGD(2.0**-6),
@@ -29,8 +29,8 @@ ROUNDED = {
     "nadam": lambda: keras.optimizers.Nadam(1e-3),
     "adafactor": lambda: keras.optimizers.Adafactor(1e-3),
 }
-if ROUNDED.keys() != {name.lower() for name in RULED}:
-    raise RuntimeError(f"ROUNDED needs an optimizer for every rule: {', '.join(RULED)}")
+if ROUNDED.keys() != {name.lower() for name in FUSED_OPTIMIZERS}:
+    raise RuntimeError(f"ROUNDED needs an optimizer for every rule: {', '.join(FUSED_OPTIMIZERS)}")
 
 
 def rounded_bits(device: str, name: str, *, dtype: str, jit: bool, **options) -> np.ndarray:

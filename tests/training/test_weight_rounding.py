@@ -348,8 +348,10 @@ def test_what_makes_no_sense_is_refused(arguments, message):
 
 def test_every_rule_is_tested_and_listed_where_it_can_be_read():
     """A rule that is deleted or added without its tests and pages fails here."""
-    assert set(fused_update.RULED) == set(INNER) - KINDS
-    listed = f"{', '.join(fused_update.RULED[:-1])} and {fused_update.RULED[-1]}"
+    assert set(fused_update.FUSED_OPTIMIZERS) == set(INNER) - KINDS
+    listed = (
+        f"{', '.join(fused_update.FUSED_OPTIMIZERS[:-1])} and {fused_update.FUSED_OPTIMIZERS[-1]}"
+    )
     page = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"
     for text in (tfamp.LossScaleOptimizer.__doc__, page.read_text("utf-8")):
         assert f"Keras's {listed}" in " ".join(text.split())
@@ -385,7 +387,7 @@ class OwnAdam(optimizers.Adam):
     ],
 )
 def test_optimizers_without_a_rule_are_refused(make, given):
-    *names, last = fused_update.RULED
+    *names, last = fused_update.FUSED_OPTIMIZERS
     message = f"{', '.join(names)} and {last} .* got .*{given}.* give master_weights=True"
     with pytest.raises(ValueError, match=message):
         tfamp.LossScaleOptimizer(make(), weight_rounding="split")

@@ -1,7 +1,7 @@
 """`tfamp doctor`: native dtypes of a machine, the policy "auto", the profile, known issues.
 
 Known issues are bad combinations of hardware, versions and settings, each with a reason and a
-source: a table of pure rules over an `Environment`, which `read_environment` reads.
+source: a table of pure checks over an `Environment`, which `read_environment` reads.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def known_issues(environment: Environment) -> tuple[KnownIssue, ...]:
     """Returns the known issues of an environment; a pure function."""
     return tuple(
         KnownIssue(name, text.format(detail), advice, source)
-        for name, (rule, text, advice, source) in RULES.items()
-        if (detail := rule(environment))
+        for name, (check, text, advice, source) in CHECKS.items()
+        if (detail := check(environment))
     )
 
 
@@ -302,9 +302,9 @@ def _why_not_seen(e: Environment) -> str:
     return "its CUDA libraries did not load" if e.cuda_build else "it was built without CUDA"
 
 
-# Name of an issue -> its rule, the text for what the rule returned, advice and source. A new
+# Name of an issue -> its check, the text for what the check returned, advice and source. A new
 # issue needs a source and a test case.
-RULES: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
+CHECKS: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
     "gpu-not-seen": (
         lambda e: e.nvidia_driver and not e.hardware.gpus and _why_not_seen(e),
         "An NVIDIA driver is installed but TensorFlow sees no GPU: {0}, or GPUs are hidden.",

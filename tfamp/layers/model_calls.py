@@ -70,7 +70,7 @@ _Step: TypeAlias = Callable[..., Any]
 _OUTERMOST = ("outermost", "part or outermost")
 
 
-class _Rule(NamedTuple):
+class _Float32Inside(NamedTuple):
     """Why a layer computes in float32, after "as it", and in which of its calls."""
 
     reason: str
@@ -79,23 +79,25 @@ class _Rule(NamedTuple):
 
 # Keras's layers with inaccurate low results, or without gradients, unless computed in float32.
 # Subclasses too: they may call the method of their base class.
-_FLOAT32_INSIDE: Mapping[type, _Rule] = {
-    keras.layers.Add: _Rule(
+_FLOAT32_INSIDE: Mapping[type, _Float32Inside] = {
+    keras.layers.Add: _Float32Inside(
         "adds many inputs", lambda call: keras_hooks.adds_many(call.layer, call.inputs)
     ),
-    keras.layers.Average: _Rule("adds one input after the other"),
-    keras.layers.Dot: _Rule("may normalize", lambda call: call.layer.normalize),  # squares
-    keras.layers.GlobalAveragePooling1D: _Rule("sums under a mask", lambda call: call.masked),
-    keras.layers.Masking: _Rule("compares with a value"),
-    keras.layers.SpectralNormalization: _Rule("assigns the weights it computes"),
-    keras.layers.UnitNormalization: _Rule("squares"),
+    keras.layers.Average: _Float32Inside("adds one input after the other"),
+    keras.layers.Dot: _Float32Inside("may normalize", lambda call: call.layer.normalize),  # squares
+    keras.layers.GlobalAveragePooling1D: _Float32Inside(
+        "sums under a mask", lambda call: call.masked
+    ),
+    keras.layers.Masking: _Float32Inside("compares with a value"),
+    keras.layers.SpectralNormalization: _Float32Inside("assigns the weights it computes"),
+    keras.layers.UnitNormalization: _Float32Inside("squares"),
     # Low bicubic resizing has no gradient, and XLA rejects the gradient of bilinear resizing.
-    keras.layers.UpSampling2D: _Rule(
+    keras.layers.UpSampling2D: _Float32Inside(
         "may interpolate", lambda call: call.layer.interpolation != "nearest"
     ),
 }
 # Keras's layers that add nothing up, nor do their gradients. BatchNormalization has other
-# rules: float32 statistics, by one kernel, and rewrites replace the method of its class.
+# ways: float32 statistics, by one kernel, and rewrites replace the method of its class.
 _WITHOUT_SUMS = (
     keras.layers.BatchNormalization,
     keras.layers.Concatenate,
@@ -161,11 +163,11 @@ def described_plan(layer: Layer) -> str:
 def _facts_of(layer: Layer) -> LayerFacts:
     """The facts of a layer that its class and its attributes show; its constructor may run."""
     is_plain = is_built_in(layer) or isinstance(layer, keras.layers.BatchNormalization)
-    rule = _rule_of(layer)
+    inside = _float32_inside(layer)
     regularizer = layer.activity_regularizer is not None
     return LayerFacts(
         kind=_kind_of(layer),
-        float32_inside="" if rule is None else rule[1].reason,
+        float32_inside="" if inside is None else inside[1].reason,
         takes_ids=isinstance(layer, keras.layers.Embedding),
         takes_exact=isinstance(layer, _EXACT_INPUTS),
         # A `call` that was replaced in this layer alone cannot be given another layer.
@@ -196,9 +198,9 @@ def _kind_of(layer: Layer) -> Kind:
     return "model" if isinstance(layer, keras.Model) else "layer"
 
 
-def _rule_of(layer: Layer) -> tuple[type[Layer], _Rule] | None:
-    rules = _FLOAT32_INSIDE.items()
-    return next(((kind, rule) for kind, rule in rules if isinstance(layer, kind)), None)
+def _float32_inside(layer: Layer) -> tuple[type[Layer], _Float32Inside] | None:
+    rows = _FLOAT32_INSIDE.items()
+    return next(((kind, row) for kind, row in rows if isinstance(layer, kind)), None)
 
 
 def _ask(layer: Layer, **changes: Any) -> None:
@@ -286,14 +288,14 @@ def _compute_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: An
     A subclass that overrides `call` computes all of it in float32, its sublayers included: it
     may mix their outputs with its inputs, and call the method of its base class on either.
     """
-    found = _rule_of(layer)
+    found = _float32_inside(layer)
     if found is None:
         return original(*args, **kwargs)
-    layer_class, rule = found
+    layer_class, inside = found
     is_extended = type(layer).call is not layer_class.call
     arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
     masked = is_extended or arguments.get("mask") is not None
-    if not rule.applies(_Call(layer, next(iter(arguments.values()), None), masked)):
+    if not inside.applies(_Call(layer, next(iter(arguments.values()), None), masked)):
         return original(*args, **kwargs)
     if is_extended:
         _set_sublayers_float32(layer, layer_dtypes.float_policy(layer))

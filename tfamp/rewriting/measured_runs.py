@@ -65,7 +65,7 @@ _NORMALIZES = "FusedBatchNormV3"
 
 
 @dataclass(frozen=True)
-class Limits:
+class MeasuringLimits:
     """Bounds of a measurement; raises a TypeError or ValueError for a wrong one.
 
     Attributes:
@@ -196,7 +196,7 @@ def measured(
     candidates: Sequence[Candidate],
     args: Sequence[Nest],
     state: State,
-    limits: Limits,
+    limits: MeasuringLimits,
     begin: float,
     incumbent: Way = AS_IT_IS,
 ) -> tuple[list[Run], dict[str, str]]:
@@ -273,7 +273,7 @@ def _graphs(
     candidates: Sequence[Candidate],
     args: Sequence[Nest],
     start: float,
-    limits: Limits,
+    limits: MeasuringLimits,
     left_out: dict[str, str],
     settle: Callable[[], object],
 ) -> Iterator[Run]:
@@ -351,7 +351,7 @@ def _first_line(error: tf.errors.OpError) -> str:
 
 
 def _rounds(
-    runs: Sequence[Run], begin: float, limits: Limits, incumbent: Way
+    runs: Sequence[Run], begin: float, limits: MeasuringLimits, incumbent: Way
 ) -> Iterator[Sequence[Run]]:
     """Yields the runs of each round: twice all, then those that may still be the fastest."""
     usual = next((run for run in runs if incumbent.name in run.names), runs[0])

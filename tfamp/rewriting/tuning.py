@@ -51,7 +51,7 @@ from tfamp.rewriting.measured_runs import (
     ROUNDS,
     SECONDS,
     Candidate,
-    Limits,
+    MeasuringLimits,
     State,
     choice_of,
     measured,
@@ -249,7 +249,7 @@ def compare_candidates(
         TypeError, ValueError: An argument is wrong, or calls change what cannot be restored.
         RewriteError: The function cannot be rewritten.
     """
-    limits = Limits(max_error, rounds, seconds)
+    limits = MeasuringLimits(max_error, rounds, seconds)
     _check_have_values(name, args)
     subject = _Subject(candidates, args, program, kept, before, left_out, incumbent)
     # Autocast is off, and the report replaces the warning.
@@ -259,7 +259,7 @@ def compare_candidates(
     return TuneReport(name, dtype, max_error=limits.max_error, best=best, **choice._asdict())
 
 
-def _chosen(subject: _Subject, limits: Limits) -> tuple[Choice, Function]:
+def _chosen(subject: _Subject, limits: MeasuringLimits) -> tuple[Choice, Function]:
     """The choice among candidates, kept or measured now, and the function to use."""
     with function_state.kept_random_states() as restore_randoms:
         begin, generator = time.monotonic(), keras_hooks.global_seed_generator()
@@ -319,7 +319,7 @@ class _Subject:
         (chosen,) = (candidate for candidate in self.candidates if candidate.name == name)
         return chosen
 
-    def file(self, limits: Limits) -> Path | None:
+    def file(self, limits: MeasuringLimits) -> Path | None:
         """The file of the choice in the user's cache; None if the choice is not kept.
 
         Choices with the user's own op lists or calibration data are not kept.

@@ -1,4 +1,4 @@
-"""Updates of the optimizers of Keras in `RULED`, each in one pass over memory.
+"""Updates of the optimizers of Keras in `FUSED_OPTIMIZERS`, each in one pass over memory.
 
 Keras writes an update as a dozen ops that each read and write whole tensors. For SGD
 TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA,
@@ -10,8 +10,8 @@ Variables that are not stored in float32 are read, updated in float32 and rounde
 compiled pass, by every optimizer. XLA may contract a product and a sum into an FMA; here every
 product is rounded by itself, so that a result does not depend on how its variables are stored.
 
-To add a rule, write a `_Rule` and enter it in `_RULES` under its class; `RULED`, the messages and
-the tests' list follow from there.
+To add an update rule, write an `_UpdateRule` and enter it in `_UPDATE_RULES` under its class;
+`FUSED_OPTIMIZERS`, the messages and the tests' list follow from there.
 
 - **What it may keep.** `slots` returns the optimizer's own variables of the shape of a weight, or
   of a part of it, as Adafactor's rows: at most three, since every one has a random stream. They
@@ -48,7 +48,7 @@ from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
 # Settings that no rule supports.
-_UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
+_UNSUPPORTED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
 # Strategies in which every replica updates its own copies of variables.
 _MIRRORS = (
     tf.distribute.MirroredStrategy,
@@ -57,14 +57,14 @@ _MIRRORS = (
 )
 
 
-def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
+def why_not_fused(optimizer: keras.optimizers.Optimizer) -> str | None:
     """The name of an optimizer without a rule, its unsupported settings; None with a rule."""
     words = f"{optimizer.name} ({type(optimizer).__name__})"
     if _rule_of(optimizer) is None:
         return words
-    settings = {name: getattr(optimizer, name, None) for name in _UNRULED}
-    unruled = [f"{name}={value!r}" for name, value in settings.items() if value]
-    return f"{words} with {', '.join(unruled)}" if unruled else None
+    settings = {name: getattr(optimizer, name, None) for name in _UNSUPPORTED}
+    unsupported = [f"{name}={value!r}" for name, value in settings.items() if value]
+    return f"{words} with {', '.join(unsupported)}" if unsupported else None
 
 
 def fused_update(
@@ -79,7 +79,7 @@ def fused_update(
     rule = _rule_of(optimizer)
     in_mirrors = isinstance(tf.distribute.get_strategy(), _MIRRORS)
     copies = not tf.distribute.has_strategy() or in_mirrors
-    if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
+    if rule is None or not copies or not runs_tensorflow() or why_not_fused(optimizer):
         return gradients
     gradients = gradients.without_missing(optimizer)
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
@@ -103,7 +103,7 @@ def fused_update(
     return None
 
 
-def _fits(rule: _Rule, gradient: Tensor, variable: Variable) -> bool:
+def _fits(rule: _UpdateRule, gradient: Tensor, variable: Variable) -> bool:
     target = native(variable)
     return _is_low(target) or (
         tf.is_tensor(gradient)
@@ -125,7 +125,7 @@ def _is_low(target: Variable) -> bool:
 
 
 def _update_in_one_pass(
-    optimizer: keras.optimizers.Optimizer, rule: _Rule, gradients: Gradients, chance: Chance
+    optimizer: keras.optimizers.Optimizer, rule: _UpdateRule, gradients: Gradients, chance: Chance
 ) -> None:
     with tf.name_scope(optimizer.name):
         step = _step_of(optimizer, rule, gradients.divisor, chance)
@@ -152,7 +152,7 @@ def _update_in_one_pass(
                 cell.store(variable.constraint(cell.load()), chance)
 
 
-def _step_of(optimizer: Optimizer, rule: _Rule, divisor: Tensor, chance: Chance) -> _Step:
+def _step_of(optimizer: Optimizer, rule: _UpdateRule, divisor: Tensor, chance: Chance) -> _Step:
     rate = tf.cast(optimizer.learning_rate, tf.float32)
     decay = _number(optimizer.weight_decay or 0.0) * rate
     divisor = _number(1.0 if divisor is None else divisor)
@@ -181,7 +181,7 @@ def _shift_and_rate(rate: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _update_of(
-    optimizer: Optimizer, rule: _Rule, step: _Step, gradient: Tensor, variable: Variable
+    optimizer: Optimizer, rule: _UpdateRule, step: _Step, gradient: Tensor, variable: Variable
 ) -> _Update:
     target, index = native(variable), keras_hooks.index_of(optimizer, variable)
     slots = rule.slots(optimizer, index)
@@ -502,7 +502,7 @@ def _root_mean_square(times: _Times, value: Tensor) -> Tensor:
 _SlotsOf: TypeAlias = Callable[[Optimizer, int], list[Variable]]
 
 
-class _Rule(NamedTuple):
+class _UpdateRule(NamedTuple):
     """The update of one class of optimizers; the module says when each function runs.
 
     Every tensor that a function receives or returns here is float32, also of variables and slots
@@ -548,7 +548,7 @@ def _slots(*names: str) -> _SlotsOf:
     return lambda optimizer, index: [slot(optimizer, name, index) for name in names]
 
 
-_DESCENT = _Rule(
+_DESCENT = _UpdateRule(
     slots=_slots(),
     numbers=lambda optimizer, rate: (rate, _number(optimizer.momentum)),
     next_value=lambda times, numbers, gradient, value: value - times(gradient, numbers[0]),
@@ -560,18 +560,20 @@ _MOMENTUM = _DESCENT._replace(
     next_slots=_momentum_slots,
 )
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
-_ADAM = _Rule(_slots("momentums", "velocities"), _adam_numbers, _adam_value, _adam_slots)
-_NADAM = _Rule(
+_ADAM = _UpdateRule(_slots("momentums", "velocities"), _adam_numbers, _adam_value, _adam_slots)
+_NADAM = _UpdateRule(
     _slots("momentums", "velocities"),
     _nadam_numbers,
     _nadam_value,
     _nadam_slots,
     advance=_nadam_advance,
 )
-_LION = _Rule(_slots("momentums"), _lion_numbers, _lion_value, _lion_slots, value_first=True)
-_ADAFACTOR = _Rule(_adafactor_averages, _adafactor_numbers, _adafactor_value, _adafactor_slots)
+_LION = _UpdateRule(_slots("momentums"), _lion_numbers, _lion_value, _lion_slots, value_first=True)
+_ADAFACTOR = _UpdateRule(
+    _adafactor_averages, _adafactor_numbers, _adafactor_value, _adafactor_slots
+)
 # SGD's rule depends on its settings, see `_rule_of`.
-_RULES: dict[type[Optimizer], _Rule] = {
+_UPDATE_RULES: dict[type[Optimizer], _UpdateRule] = {
     keras.optimizers.SGD: _DESCENT,
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
@@ -580,20 +582,20 @@ _RULES: dict[type[Optimizer], _Rule] = {
     keras.optimizers.Adafactor: _ADAFACTOR,
 }
 # By name, for messages.
-RULED = tuple(kind.__name__ for kind in _RULES)
+FUSED_OPTIMIZERS = tuple(kind.__name__ for kind in _UPDATE_RULES)
 
 
 # Methods of Keras's optimizers that compute an update.
 _UPDATES = ("update_step", "apply", "apply_gradients", "stateless_apply")
 
 
-def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
+def _rule_of(optimizer: keras.optimizers.Optimizer) -> _UpdateRule | None:
     # Exact classes only: a subclass may compute something else, as may a method that was
     # replaced on the object.
     if not vars(optimizer).keys().isdisjoint(_UPDATES):
         return None
     if type(optimizer) is not keras.optimizers.SGD:
-        return _RULES.get(type(optimizer))
+        return _UPDATE_RULES.get(type(optimizer))
     if optimizer.momentum == 0:
         return _DESCENT
     return _NESTEROV if optimizer.nesterov else _MOMENTUM
@@ -657,7 +659,7 @@ class _ProgramKey:
         compiles: Whether XLA compiles it.
     """
 
-    rule: _Rule
+    rule: _UpdateRule
     parts: tuple[_Part, ...]
     layouts: tuple[_Layout, ...]
     scalars: int
@@ -665,7 +667,7 @@ class _ProgramKey:
     compiles: bool
 
 
-def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
+def _run_compiled(rule: _UpdateRule, step: _Step, updates: list[_Update], device: str) -> None:
     both = (_update_slots, _update_value)
     if rule.value_first:
         both = (_update_value, _update_slots)

@@ -26,7 +26,7 @@ from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.training import underflow
-from tfamp.training.fused_update import RULED, fused_update, why_unruled
+from tfamp.training.fused_update import FUSED_OPTIMIZERS, fused_update, why_not_fused
 from tfamp.training.gradients import (
     Gradients,
     assign_if,
@@ -291,9 +291,10 @@ class RoundedWeights(PlainWeights):
     ) -> None:
         super().__init__(optimizer)
         self.how, self.slots, self.seed = how, slots, seed
-        if (other := why_unruled(optimizer)) is not None:
+        if (other := why_not_fused(optimizer)) is not None:
+            *first, last = FUSED_OPTIMIZERS
             raise ValueError(
-                f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras "
+                f"weight_rounding goes with {', '.join(first)} and {last} as Keras "
                 "has them, whose updates round as they are compiled; got "
                 f"{other}. Use one of these, or give master_weights=True instead of "
                 "weight_rounding."
@@ -513,7 +514,7 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
         raise ValueError(
             "weight_rounding goes with one device, MirroredStrategy and "
             "MultiWorkerMirroredStrategy, and with optimizers as they were given; got "
-            f"{why_unruled(optimizer) or type(tf.distribute.get_strategy()).__name__}. Give "
+            f"{why_not_fused(optimizer) or type(tf.distribute.get_strategy()).__name__}. Give "
             "master_weights=True instead."
         )
     others = others.unscaled()
