@@ -64,6 +64,22 @@ def transformer(words: int = 2000, width: int = 128, blocks: int = 2) -> keras.M
     return keras.Model(tokens, layers.Dense(words)(layers.LayerNormalization()(x)))
 
 
+def kerashub(backbone: str, words: int = 2000) -> keras.Model:
+    """A decoder of KerasHub, without dropout, and an output layer of the user's."""
+    import keras_hub
+
+    sizes: dict[str, Any] = {"vocabulary_size": words, "num_layers": 2, "hidden_dim": 128}
+    sizes |= {"intermediate_dim": 512, "dropout": 0.0}
+    if backbone == "GPT2":
+        sizes |= {"num_heads": 4, "max_sequence_length": 64}
+    else:
+        sizes |= {"num_query_heads": 4, "num_key_value_heads": 2}
+    tokens = keras.Input((64,), dtype="int32")
+    decoder = getattr(keras_hub.models, f"{backbone}Backbone")(**sizes)
+    hidden = decoder({"token_ids": tokens, "padding_mask": keras.ops.ones_like(tokens)})
+    return keras.Model(tokens, layers.Dense(words)(hidden))
+
+
 def sentences(words: int = 2000) -> tuple[Any, Any]:
     drawn = np.random.default_rng(0).zipf(1.3, (32, 65)) - 1
     tokens = np.minimum(drawn, words - 1).astype("int32")
@@ -74,6 +90,8 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]
     "digits, dense": (dense, digits),
     "digits, convolutional": (convolutional, digits),
     "transformer, 2,000 words": (transformer, sentences),
+    "KerasHub's GPT-2, 2,000 words": (lambda: kerashub("GPT2"), sentences),
+    "KerasHub's Llama, 2,000 words": (lambda: kerashub("Llama"), sentences),
 }
 
 
