@@ -102,6 +102,8 @@ def step_of(model: keras.Model, scale: float, *, xla: bool) -> Callable[..., Any
             loss = loss_fn(y, tf.cast(model(x), "float32"))
             scaled = loss * scale
         gradients = tape.gradient(scaled, model.trainable_variables)
+        # The words' table that KerasHub's Llama has for its own outputs has no gradient.
+        gradients = [gradient for gradient in gradients if gradient is not None]
         return loss, [tf.convert_to_tensor(gradient) / scale for gradient in gradients]
 
     return step
