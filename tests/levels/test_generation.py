@@ -29,14 +29,14 @@ class Generates(keras.Sequential):
             return count + 1, x
 
         limit = 3 if stop_token_ids is None else stop_token_ids[0]
-        start = tf.cast(inputs["x"], self.layers[-1].compute_dtype)
-        return tf.while_loop(lambda count, _: count < limit, body, (0, start))[1]
+        return tf.while_loop(lambda count, _: count < limit, body, (0, inputs["x"]))[1]
 
     def generate(self, x, stop_token_ids=None):
         if self.generate_function is None:
             step = self.generate_step
             self.generate_function = step if self.run_eagerly else tf.function(step)
-        return self.generate_function({"x": tf.constant(x)}, stop_token_ids=stop_token_ids)
+        inputs = {"x": tf.constant(x, self.layers[-1].compute_dtype)}
+        return self.generate_function(inputs, stop_token_ids=stop_token_ids)
 
 
 def made(**compiled):
@@ -48,7 +48,7 @@ def made(**compiled):
 
 
 def dtypes_of(model):
-    inputs = {"x": tf.constant(X)}
+    inputs = {"x": tf.constant(X, model.layers[-1].compute_dtype)}
     return op_dtypes(model.generate_function, inputs, stop_token_ids=None)["MatMul"]
 
 
