@@ -84,3 +84,26 @@ def test_eager_generation_at_o1_runs_under_autocast():
     found = tf.cast(model.generate(X), tf.float32).numpy()
     assert set(seen) == {tf.bfloat16}
     assert 0 < np.linalg.norm(found - exact) < 4e-2 * np.linalg.norm(exact)
+
+
+def test_generation_at_o1_takes_the_arguments_that_its_class_has():
+    class Pictures(keras.Sequential):
+        def generate_step(self, latents, tokens, steps, guidance_scale=1.0):
+            for _ in range(steps):
+                latents = latents + guidance_scale * self.layers[0](tokens)
+            return {"pictures": latents, "steps": steps}
+
+    keras.utils.set_random_seed(0)
+    model = Pictures([keras.Input((8,)), keras.layers.Dense(8)])
+
+    @tf.function
+    def run(latents, tokens):
+        return model.generate_step(latents, tokens=tokens, steps=2, guidance_scale=0.5)
+
+    tokens = tf.constant(X)
+    exact = run(tf.zeros((4, 8)), tokens)
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    found = tf.function(run.python_function)(tf.zeros((4, 8)), tokens)
+    difference = np.linalg.norm(found["pictures"] - exact["pictures"])
+    assert 0 < difference < 2e-2 * np.linalg.norm(exact["pictures"])
+    assert int(found["steps"]) == 2

@@ -108,18 +108,19 @@ def _rewrite_generation_of(model: Model, dtype: ComputeDtype, rewrite: Rewrite) 
     """
     step = model.generate_step
 
-    def around(original: Function, inputs: Nest, *args: Any, **kwargs: Any) -> Nest:
+    def around(original: Function, *args: Any, **kwargs: Any) -> Nest:
         if traces_for_a_rewrite():
-            return original(inputs, *args, **kwargs)
+            return original(*args, **kwargs)
         if tf.executing_eagerly():
             with autocast(dtype):
-                return original(inputs, *args, **kwargs)
+                return original(*args, **kwargs)
 
-        # The other arguments, such as tokens to stop at, are Python values.
-        def on_inputs(inputs: Nest) -> Nest:
-            return step(inputs, *args, **kwargs)
+        # Tasks differ in their arguments, and Python values among them, such as tokens to stop
+        # at, have to stay such: all are captured.
+        def captured() -> Nest:
+            return step(*args, **kwargs)
 
-        return rewrite(tf.function(on_inputs))(inputs)
+        return rewrite(tf.function(captured))()
 
     wrap_method(model, "generate_step", around)
 
