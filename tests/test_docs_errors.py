@@ -1,5 +1,6 @@
 """The messages on the page of errors are those that TensorFlow, Keras and tfamp give."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -90,6 +91,42 @@ def test_the_words_of_a_warning_are_on_the_page():
     assert words in page_text()
 
 
+def test_the_words_of_the_errors_of_a_bound_are_on_the_page(tmp_path):
+    class Noise(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 4), name="x")])
+        def __call__(self, x):
+            shape = [4, 4]
+            return {"y": tf.matmul(x, tf.raw_ops.RandomStandardNormal(shape=shape, dtype="float"))}
+
+    class Words(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 4), name="x")])
+        def __call__(self, x):
+            return {"y": tf.argmax(tf.matmul(x, tf.eye(4)), -1)}
+
+    class Checked(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 4), name="x")])
+        def __call__(self, x):
+            return {"y": tf.matmul(tf.debugging.check_numerics(x, "x"), tf.eye(4))}
+
+    nan = np.full((2, 4), np.nan, "float32")
+    for module, data, words in (
+        (Noise(), np.ones((2, 4), "float32"), "No nodes in float32 bring the error of"),
+        (
+            Words(),
+            np.ones((2, 4), "float32"),
+            "There is nothing to measure: on the data no signature of",
+        ),
+        (Checked(), nan, "cannot be run on the data:"),
+    ):
+        source = str(tmp_path / type(module).__name__)
+        tf.saved_model.save(module, source, signatures=module.__call__)
+        with pytest.raises(tfamp.SavedModelError, match=words):
+            tfamp.rewrite_saved_model(
+                source, tmp_path / "low", dtype="bfloat16", bound=1e-6, data={"x": data}
+            )
+        assert words in page_text()
+
+
 def test_the_words_of_the_warning_of_a_loss_that_keras_never_scaled_are_on_the_page():
     with tfamp.policy_scope("mixed_float16"):
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(name="sgd"))
@@ -143,6 +180,76 @@ def test_the_words_of_the_warning_of_state_are_on_the_page():
         Average(name="ema")(SINGLE)
     text = str(caught[0].message)
     assert text.partition("Small updates are lost there.")[0] in page_text()
+
+
+# Errors that only tfamp raises, for which arguments that are right by themselves can be the cause.
+# A page is for these first: their message alone does not always say what to do.
+OF_TFAMP = {"RewriteError", "SavedModelError", "SkippedStepsError", "UnsupportedBackendError"}
+# Words of those messages of them that need no page, as they name their cause and the remedy.
+HAVE_THEIR_REMEDY = {
+    # Files: which one is broken, or must be given instead.
+    "cannot be loaded: there is no such file.",
+    "Load a model with code of its own in Python and give it to",
+    "is broken: it holds no graph.",
+    "is broken and cannot be read:",
+    "has no value. Save the model again.",
+    "The variables of",
+    "The output has no name; give a new directory to write to.",
+    "; give another directory.",
+    "are inside one another; give a directory next to it.",
+    "exists and is not a SavedModel; it is not overwritten.",
+    "could not be written:",
+    # Signatures, data and freezing: what there is, or what to leave out.
+    "No signature of",
+    "cannot be run on the calibration data:",
+    "has no signatures, and a frozen model has nothing else.",
+    "cannot be frozen: its value was not found. Convert without freezing.",
+    "does more with it than read it. Convert without freezing.",
+    # Graphs that are damaged, or that a function cannot be traced for.
+    "The graph has a function without a name.",
+    "is computed from nothing but itself: a call is its own argument.",
+    "The functions of the graph call each other hundreds deep",
+    "which is not UTF-8 text: the graph is damaged.",
+    "The values in a loop or a conditional of TensorFlow 1 cannot be observed",
+    "which the rewritten graph does not have. Pass it to the function",
+    "was not rewritten: it runs in float32.",
+    "Tuning runs functions: call it where no function is being traced.",
+    "Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.",
+    "works on TensorFlow's ops, but Keras runs on the",
+}
+
+
+def messages():
+    """The longest text without a value in each message of the errors that only tfamp raises."""
+    found = {}
+    for path in sorted(Path(tfamp.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            made = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(made, ast.Call) and ast.unparse(made.func) in OF_TFAMP:
+                texts = [x.value for x in ast.walk(made.args[0]) if isinstance(x, ast.Constant)]
+                words = max((x for x in texts if isinstance(x, str)), key=len, default="")
+                found[f"{path.name}: {ast.unparse(made.args[0])[:60]}"] = words.strip()
+    return found
+
+
+def test_every_error_that_only_tfamp_raises_is_on_the_page_or_named_here():
+    found = {where: words for where, words in messages().items() if words}
+    text = page_text()
+    missing = {
+        where: words
+        for where, words in found.items()
+        if words not in text and not any(known in words for known in HAVE_THEIR_REMEDY)
+    }
+    assert not missing, (
+        "give each of these a section of docs/errors.md; or name its words in HAVE_THEIR_REMEDY "
+        f"if the message has cause and remedy: {missing}"
+    )
+    unused = {
+        known for known in HAVE_THEIR_REMEDY if not any(known in words for words in found.values())
+    }
+    assert not unused, f"no message has these words any more: {unused}"
+    both = {known for known in HAVE_THEIR_REMEDY if known in text}
+    assert not both, f"these are on the page, so that nothing needs to name them here: {both}"
 
 
 def test_every_section_of_the_page_has_a_message_and_a_remedy():

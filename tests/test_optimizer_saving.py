@@ -116,21 +116,19 @@ def assert_equal_state(actual, expected):
     assert_same_values(snapshot(actual, actual.optimizer), snapshot(expected, expected.optimizer))
 
 
-def test_a_file_of_a_bare_optimizer_keeps_its_state_if_it_is_loaded_in_float32(tmp_path):
+def model_of_a_bare_optimizer(path, optimizer):
+    """A model that was trained with an optimizer of Keras's and saved, with its data."""
     random = np.random.default_rng(0)
     x, y = random.normal(size=(32, 4)).astype("float32"), np.ones((32, 1), "float32")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(), "mse")
+    model.compile(optimizer, "mse")
     model.fit(x, y, batch_size=8, verbose=0)
-    model.save(tmp_path / "bare.keras")
-    # Keras's own wrapper takes nothing of it, and Keras says so.
-    with tfamp.policy_scope("mixed_float16"), pytest.warns(UserWarning, match="Skipping variable"):
-        wrapped = keras.models.load_model(tmp_path / "bare.keras")
-    assert int(wrapped.optimizer.iterations) == 0
-    with tfamp.policy_scope("float32"):
-        loaded = keras.models.load_model(tmp_path / "bare.keras")
-    tfamp.prepare(loaded, level="O2", dtype="float16")
-    assert int(loaded.optimizer.iterations) == 4
+    model.save(path)
+    return model, x, y
+
+
+def assert_restored_and_continued(loaded, model, x, y):
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 4
     slots = [v.numpy() for v in model.optimizer.variables[2:]]
     restored = [v.numpy() for v in loaded.optimizer.inner_optimizer.variables[2:]]
     for slot, value in zip(slots, restored, strict=True):
@@ -140,6 +138,75 @@ def test_a_file_of_a_bare_optimizer_keeps_its_state_if_it_is_loaded_in_float32(t
         each.fit(x, y, batch_size=8, verbose=0, shuffle=False)
     for weight, value in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_allclose(value, weight, atol=2e-4)
+
+
+def test_a_file_of_a_bare_optimizer_keeps_its_state_if_it_is_loaded_in_float32(tmp_path):
+    model, x, y = model_of_a_bare_optimizer(tmp_path / "bare.keras", keras.optimizers.Adam())
+    with tfamp.policy_scope("float32"):
+        loaded = keras.models.load_model(tmp_path / "bare.keras")
+    tfamp.prepare(loaded, level="O2", dtype="float16")
+    assert_restored_and_continued(loaded, model, x, y)
+
+
+@pytest.mark.parametrize("way", first_of(["adam", "momentum", "amsgrad"]))
+@pytest.mark.parametrize("run_eagerly", first_of([False, True]))
+def test_a_file_of_a_bare_optimizer_keeps_its_state_under_a_float16_policy(
+    tmp_path, way, run_eagerly
+):
+    make = {
+        "adam": keras.optimizers.Adam,
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        "amsgrad": lambda: keras.optimizers.AdamW(0.001, amsgrad=True),
+    }[way]
+    model, x, y = model_of_a_bare_optimizer(tmp_path / "bare.keras", make())
+    model.optimizer.learning_rate.assign(0.003)
+    model.save(tmp_path / "bare.keras")
+    # A warning of Keras's, that it skips variables, would be an error here.
+    with tfamp.policy_scope("mixed_float16"):
+        loaded = keras.models.load_model(tmp_path / "bare.keras")
+    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
+    assert float(loaded.optimizer.learning_rate) == np.float32(0.003)
+    assert float(loaded.optimizer.dynamic_scale) == loaded.optimizer.initial_scale
+    loaded.run_eagerly = run_eagerly
+    assert_restored_and_continued(loaded, model, x, y)
+
+
+def test_a_file_of_keras_s_wrapper_is_loaded_as_before_under_a_float16_policy(tmp_path):
+    path = tmp_path / "wrapped.keras"
+    wrapper = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    model, _, _ = model_of_a_bare_optimizer(path, wrapper)
+    model.optimizer.dynamic_scale.assign(64.0)
+    model.save(path)
+    with tfamp.policy_scope("mixed_float16"):
+        loaded = keras.models.load_model(path)
+    assert float(loaded.optimizer.dynamic_scale) == 64.0
+    assert len(loaded.optimizer.variables) == len(model.optimizer.variables) > 8
+    for value, saved in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(value.numpy(), saved.numpy())
+
+
+def test_a_file_of_an_optimizer_that_does_not_fit_is_skipped_and_keras_says_so(tmp_path):
+    model, _, _ = model_of_a_bare_optimizer(tmp_path / "w.keras", keras.optimizers.Adam())
+    model.save_weights(tmp_path / "adam.weights.h5")
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    with tfamp.policy_scope("mixed_float16"):
+        other.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        other.optimizer.build(other.trainable_variables)
+        with pytest.warns(UserWarning, match="Skipping variable"):
+            other.load_weights(tmp_path / "adam.weights.h5")
+    assert int(other.optimizer.iterations) == 0
+
+
+def test_without_a_policy_of_tfamp_keras_loads_as_it_does(tmp_path):
+    model_of_a_bare_optimizer(tmp_path / "bare.keras", keras.optimizers.Adam())
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.warns(UserWarning, match="Skipping variable"):
+            loaded = keras.models.load_model(tmp_path / "bare.keras")
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert int(loaded.optimizer.iterations) == 0
 
 
 def test_a_checkpoint_of_a_bare_optimizer_has_all_but_the_scale_and_the_counters(tmp_path):

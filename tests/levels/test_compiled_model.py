@@ -113,3 +113,22 @@ def test_compile_that_passes_its_arguments_on_is_followed():
         assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
     model.compile(loss="mse", optimizer=keras.optimizers.Adam())
     assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.Adam)
+
+
+class Sampler(keras.Sequential):
+    """With an optional argument of `compile` that it stores, as KerasHub's tasks a sampler."""
+
+    def compile(self, *args, sampler="top_k", unused=0, **kwargs):
+        super().compile(*args, **kwargs)
+        self.sampler = sampler
+
+
+@pytest.mark.parametrize("way", [{"level": "O3"}, {"level": "O2", "master_weights": True}])
+def test_a_copy_is_compiled_with_what_its_class_stores_of_its_own_arguments(way):
+    model = Sampler(_layers())
+    model.compile("sgd", "mse", sampler="greedy")
+    copy, _ = tfamp.prepare(model, dtype="bfloat16", **way)
+    assert copy is not model
+    assert (copy.sampler, model.sampler) == ("greedy", "greedy")
+    back, _ = tfamp.prepare(copy, level="O0")
+    assert back.sampler == "greedy"

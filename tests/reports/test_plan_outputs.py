@@ -1,12 +1,20 @@
 """Each output of a plan shows each of its fields, or is known not to: none is forgotten."""
 
 import dataclasses
+import html
 import json
 import re
 
 import pytest
 
-from tfamp.planning.structures import CastSite, NodePlan, Reason, RewritePlan, RewriteSummary
+from tfamp.planning.structures import (
+    Accuracy,
+    CastSite,
+    NodePlan,
+    Reason,
+    RewritePlan,
+    RewriteSummary,
+)
 from tfamp.reports.plan_rows import CAST_HEAD, NODE_HEAD, plan_rows
 
 NODE = NodePlan(
@@ -110,3 +118,26 @@ def test_the_json_has_each_field_of_a_node_and_each_row_a_cell_for_each_column(p
     assert {len(row) for row in rows.casts} == {len(CAST_HEAD)}
     assert rows.ops == (("MatMul", "1", "0"), ("Relu", "0", "1"))
     assert rows.speed_up == "1.25"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [
+        (Accuracy(0.01, 0.005, 0.002), "error on the data 0.005; bound 0.01"),
+        (
+            Accuracy(0.01, 0.0042, float("inf"), ("net/<b>", "net/a")),
+            "error on the data 0.0042 with net/<b>, net/a in float32, inf without; bound 0.01",
+        ),
+    ],
+)
+def test_the_accuracy_of_a_bounded_rewrite_is_one_line_of_the_page_and_of_the_text(
+    plan, accuracy, expected
+):
+    assert "bound" not in plan.to_text() + plan.to_html()
+    bounded = dataclasses.replace(plan, accuracy=accuracy)
+    assert f"; {expected}" in bounded.to_text()
+    page = bounded.to_html().partition("<script")[0]
+    ((line, text),) = re.findall('(<p id="accuracy">(.*?)</p>)', page)
+    assert line in page.partition("</header>")[0]
+    assert html.unescape(text) == expected
+    assert "<b>" not in page

@@ -20,7 +20,7 @@ from tfamp.torch_style.modes import current_modes
 OTHERS = {
     "layer_init", "layer_call", "functional_init", "variable_init", "batch_normalization",
     "policy_module", "constant", "gradient", "fit", "scaled_step", "slot",
-    "keras_scale_loss", "keras_scaling_init",
+    "keras_scale_loss", "keras_scaling_init", "load_optimizer",
 }  # fmt: skip
 PATCHED = [symbol for name, symbol in SYMBOLS if name not in OTHERS]
 

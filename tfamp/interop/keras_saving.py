@@ -8,7 +8,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Optimizer, Variable
-from tfamp.interop.patching import SAVING, check_saving, level_of_user
+from tfamp.interop.patching import SAVING, Patch, check_saving, level_of_user
 
 # Names under which `tf.train.Checkpoint` finds the state of every Keras optimizer.
 _LISTS = ("_variables", "_trainable_variables")
@@ -442,6 +443,44 @@ class _Cast(_Trackable):
         value = restored_tensors["VARIABLE_VALUE"]
         for variable in self._targets:
             variable.assign(tf.cast(value, variable.dtype))
+
+
+# Inner optimizers whose state was in the place of the wrapper's, and that have none of their own.
+_restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def restore_bare_optimizers(wanted: bool) -> None:
+    """While it is wanted, Keras's wrapper also loads what its inner optimizer saved alone.
+
+    Under a float16 policy Keras wraps the optimizer of each model that it loads, and the file of a
+    model that was compiled in float32 has no wrapper's variables: Keras would skip the state.
+    """
+    _loading.keep(wanted)
+
+
+def _load_into_inner(original: Callable[..., None], optimizer: Optimizer, store: Any) -> None:
+    if optimizer in _restored and not store.keys():
+        _restored.discard(optimizer)  # Keras would warn that nothing is restored.
+        return
+    # tfamp's has a `load_own_variables` that does so at all times.
+    is_keras_s = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if is_keras_s and not isinstance(optimizer, RestoresInner):
+        inner = optimizer.inner_optimizer
+        values = [store[str(i)] for i in range(len(store.keys()))]
+        if inner.variables and _fit(values, inner.variables):
+            original(inner, store)
+            _restored.add(inner)
+            return
+    original(optimizer, store)
+
+
+_loading = Patch(
+    optional={
+        "load_optimizer": "the state of an optimizer without loss scaling is not restored from a "
+        ".keras file that is loaded under a float16 policy."
+    },
+    load_optimizer=_load_into_inner,
+)
 
 
 def _form(value: Any) -> _Form:

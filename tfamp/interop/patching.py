@@ -47,6 +47,7 @@ _KERAS_AND_PUBLIC = (
     ("scaled_step", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply"),
     ("keras_scale_loss", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.scale_loss"),
     ("keras_scaling_init", "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.__init__"),
+    ("load_optimizer", "keras.src.optimizers.base_optimizer:BaseOptimizer.load_own_variables"),
     ("slot", "keras.src.optimizers.base_optimizer:BaseOptimizer.add_variable_from_reference"),
     ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Makes tensors of the numbers that an op combines with a tensor, in that tensor's dtype.

@@ -24,7 +24,7 @@ from tfamp.core.kinds import Functional, KerasPolicy, Layer, Method, Model
 from tfamp.core.messages import described
 from tfamp.core.names import NamedPolicy, PolicyName
 from tfamp.core.scopes import Scope, ScopeStack, decorated
-from tfamp.interop import keras_hooks
+from tfamp.interop import keras_hooks, keras_saving
 from tfamp.interop.patching import Patch, level_of_user, wrapped_methods
 from tfamp.layers import model_calls
 from tfamp.layers.layer_record import assignment_of, note, record_of
@@ -263,6 +263,7 @@ def _follow() -> None:
     in_float16 = any(level.policy.compute_dtype == "float16" for level in levels)
     underflow.watch("policy", in_float16)
     scaling_warnings.watch_keras(in_float16)
+    keras_saving.restore_bare_optimizers(in_float16)
 
 
 def _patch(policy: Policy) -> None:

@@ -75,6 +75,9 @@ def drop_traced_functions(model: Model) -> None:
         if isinstance(layer, keras.Model):
             for name in ("train_function", "test_function", "predict_function"):
                 setattr(layer, name, None)
+            # Of KerasHub's tasks, which keep it, too, until it is None.
+            if hasattr(layer, "generate_function"):
+                layer.generate_function = None
 
 
 def path_of(layer: Layer) -> str:

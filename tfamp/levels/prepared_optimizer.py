@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -259,9 +259,11 @@ def compile_like(model: Model, other: Model, optimizer: Optimizer | None) -> Non
     """Compiles a model like another one of the same outputs, with another optimizer.
 
     Warns and leaves the model as it is if its class has a `compile` with other arguments than
-    Keras's. Metrics are copied.
+    Keras's that have no default. Metrics are copied, and what its `compile` stores besides, such
+    as the sampler of KerasHub's tasks, is shared.
     """
     arguments = keras_hooks.compile_arguments(other)
+    arguments |= _own_compile_arguments(other, arguments)
     arguments |= {"optimizer": optimizer, "auto_scale_loss": False}
     try:
         inspect.signature(model.compile).bind(**arguments)
@@ -279,6 +281,17 @@ def compile_like(model: Model, other: Model, optimizer: Optimizer | None) -> Non
     for name in ("run_eagerly", "jit_compile", "steps_per_execution"):
         if getattr(model, name) != getattr(other, name):  # set since it was compiled
             setattr(model, name, getattr(other, name))
+
+
+def _own_compile_arguments(model: Model, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the optional arguments that only the `compile` of the model's class has.
+
+    Keras does not store them. They are read from the attributes of the same names.
+    """
+    parameters = inspect.signature(type(model).compile).parameters.values()
+    names = [each.name for each in parameters if each.default is not each.empty]
+    stored = vars(model)
+    return {name: stored[name] for name in names if name not in known and name in stored}
 
 
 def _copied_metric(metric: Any) -> Any:

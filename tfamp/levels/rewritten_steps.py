@@ -1,4 +1,4 @@
-"""The steps of a model at level O1: what `fit`, `evaluate` and `predict` call, rewritten.
+"""The steps of a model at level O1: what `fit`, `predict` and `generate` call, rewritten.
 
 The steps are replaced on the model: while Keras traces one, it is a rewritten function, which
 holds the steps of all replicas under a strategy. Other calls of the model run under autocast.
@@ -52,6 +52,8 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
         wrap_method(*wrapper)
     for name in ("train_step", "test_step", "predict_step"):
         _rewrite_step_of(model, name, options.dtype, rewrite)
+    if hasattr(model, "generate_step"):
+        _rewrite_generation_of(model, options.dtype, rewrite)
     return rewrite
 
 
@@ -97,6 +99,30 @@ def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewr
     wrap_method(model, name, around)
     # find_nonfinite searches the graph that is trained.
     wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
+
+
+def _rewrite_generation_of(model: Model, dtype: ComputeDtype, rewrite: Rewrite) -> None:
+    """Rewrites what KerasHub's `generate` runs, which calls the layers and never the model.
+
+    It runs on one device, so that there are no replicas to join.
+    """
+    step = model.generate_step
+
+    def around(original: Function, *args: Any, **kwargs: Any) -> Nest:
+        if traces_for_a_rewrite():
+            return original(*args, **kwargs)
+        if tf.executing_eagerly():
+            with autocast(dtype):
+                return original(*args, **kwargs)
+
+        # Tasks differ in their arguments, and Python values among them, such as tokens to stop
+        # at, have to stay such: all are captured.
+        def captured() -> Nest:
+            return step(*args, **kwargs)
+
+        return rewrite(tf.function(captured))()
+
+    wrap_method(model, "generate_step", around)
 
 
 def _under_autocast(dtype: ComputeDtype, original: Method, *args: Any, **kwargs: Any) -> Nest:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
-from tfamp.reports.plan_rows import Json, place
+from tfamp.reports.plan_rows import Json, accuracy_text, place
 
 _ASSETS = "reports/plan_page_assets"
 
@@ -47,6 +47,7 @@ def render_page(plan: Json) -> str:
         "policy": f"default-src 'none'; style-src {_hash(style)}",
         "style": style,
         "totals": _totals(plan),
+        "accuracy": _accuracy(plan),
         "rules": _rules(plan),
         "casts": _casts(plan, anchors),
         "nodes": "\n".join(_functions(plan, anchors)),
@@ -171,6 +172,11 @@ def _totals(plan: Json) -> str:
         f'<li class="{color}"><strong>{escape(value)}</strong> {words}</li>'
         for color, value, words in cards
     )
+
+
+def _accuracy(plan: Json) -> str:
+    text = accuracy_text(plan)
+    return f'<p id="accuracy">{escape(text, quote=False)}</p>' if text else ""
 
 
 def _size(count: float) -> str:

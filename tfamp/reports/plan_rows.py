@@ -82,15 +82,16 @@ def _ops(plan: Json) -> tuple[Row, ...]:
 
 def _totals(plan: Json) -> str:
     totals = plan["summary"]
+    accuracy = filter(None, [accuracy_text(plan)])
     return (
         f"{totals['low_nodes']} of {totals['nodes']} float nodes in {plan['dtype']}; "
         f"{totals['casts']} Casts inserted, {totals['cast_bytes']} bytes"
-        f" and {totals['casts_of_unknown_size']} of unknown size{_accuracy(plan)}"
+        f" and {totals['casts_of_unknown_size']} of unknown size{'; '.join(['', *accuracy])}"
     )
 
 
-def _accuracy(plan: Json) -> str:
-    """Returns the errors measured for a bound, to stand behind the totals; "" without one."""
+def accuracy_text(plan: Json) -> str:
+    """Returns the errors that were measured for a bound in one line; "" without a bound."""
     if (measured := plan.get("accuracy")) is None:
         return ""
     scopes = ", ".join(measured["float32_scopes"])
@@ -99,7 +100,7 @@ def _accuracy(plan: Json) -> str:
         if scopes
         else ""
     )
-    return f"; error on the data {measured['error']:.2g}{kept}; bound {measured['bound']:g}"
+    return f"error on the data {measured['error']:.2g}{kept}; bound {measured['bound']:g}"
 
 
 def _cost(seconds: float | None) -> str:
