@@ -28,15 +28,14 @@ class Mode:
     """One autocast in force."""
 
     dtype: str  # The low one.
-    targets: dict[str, str]  # Op type -> dtype of its float inputs; "" for their widest.
+    targets: dict[str, str]  # Op type -> dtype of float inputs. Others: the widest.
     cache_casts: bool
     key: Hashable  # Part of the key of a trace.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
         """Returns the mode for a dtype and op lists."""
-        targets = dict.fromkeys(lists.widest, "")
-        targets |= dict.fromkeys(lists.float32, "float32")
+        targets = dict.fromkeys(lists.float32, "float32")
         targets |= dict.fromkeys(lists.low, dtype)
         return cls(dtype, targets, cache_casts, (dtype, lists))
 
