@@ -1,6 +1,7 @@
 """SavedModels: what is rewritten, what is kept, and that nothing is left half done."""
 
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -387,6 +388,47 @@ def test_a_model_without_signatures_is_rewritten_but_not_frozen(tmp_path):
     tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="bfloat16")
     loaded = tf.saved_model.load(str(tmp_path / "low"))
     assert_computes_in("bfloat16", loaded.call.concrete_functions[0])
+
+
+def test_all_graphs_of_a_model_are_converted_and_the_plan_has_those_of_each(tmp_path):
+    v1, x = tf.compat.v1, np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
+    tags = (["serve"], ["serve", "wide"])
+    expected = []
+    builder = v1.saved_model.Builder(str(tmp_path / "model"))
+    for layers, names in enumerate(tags, start=1):
+        with tf.Graph().as_default(), v1.Session() as session:
+            given = hidden = v1.placeholder(tf.float32, (None, 64), name="x")
+            for layer in range(layers):
+                initial = tf.random.stateless_normal((64, 64), (layers, layer), stddev=0.1)
+                hidden = hidden @ v1.get_variable(f"w{layer}", initializer=initial)
+            result = tf.identity(hidden, name="y")
+            session.run(v1.global_variables_initializer())
+            info = v1.saved_model.build_tensor_info
+            signature = v1.saved_model.build_signature_def(
+                {"x": info(given)}, {"y": info(result)}, "tensorflow/serving/predict"
+            )
+            if layers == 1:
+                add = functools.partial(builder.add_meta_graph_and_variables, session)
+                expected.append(session.run(result, {given: x}))
+            else:
+                add = builder.add_meta_graph
+            add(names, {"serving_default": signature})
+    builder.save()
+
+    plan = tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="bfloat16")
+
+    assert (plan.summary.products, plan.summary.low_products) == (3, 3)
+    assert len([node for node in plan.nodes if node.op == "MatMul"]) == 3
+    message = tf_private.saved_model_message()
+    message.ParseFromString((tmp_path / "low" / "saved_model.pb").read_bytes())
+    low = [
+        sum(node.op == "MatMul" and node.attr["T"].type == 14 for node in graph.graph_def.node)
+        for graph in message.meta_graphs
+    ]
+    assert low == [1, 2]
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.saved_model.load(session, tags[0], str(tmp_path / "low"))
+        assert_close(session.run("y:0", {"x:0": x}), expected[0], "bfloat16", depth=64)
 
 
 @pytest.mark.slow
