@@ -404,8 +404,9 @@ def guard_gradients(operations: Iterable[Op]) -> None:
     with guarded():
         for operation in operations:
             if operation.type in GUARDED_OPS:
-                names = tf_private.attr_kinds(operation.type)
-                attrs = {name: operation.get_attr(name) for name in names}
+                # Nothing else is read of a call that was made: every attribute takes its time.
+                has_dtype = "T" in tf_private.attr_kinds(operation.type)
+                attrs = {"T": operation.get_attr("T")} if has_dtype else {}
                 call = _call_of(operation.type, list(operation.inputs), attrs)
                 if call is not None and _gradient_is_guarded(call):
                     op_calls.set_gradient(operation, _backward(operation, call))

@@ -1,5 +1,7 @@
 """`tfamp.rewrite`: signatures, traces, state, errors and gradients."""
 
+import gc
+import sys
 import warnings
 from collections import Counter
 
@@ -517,3 +519,34 @@ def test_second_derivatives_go_through_a_loop_and_through_two(dtype, weights, x)
     # The tapes inside.
     inside = tfamp.rewrite(lambda: penalty(nested), dtype=dtype)
     assert_close(inside(), penalty(tf.function(nested)), dtype, depth=16 * WIDTH)
+
+
+def test_nothing_is_collected_while_the_new_graph_is_made(weights, x):
+    """A collection would go through the model and the trace, again for every few nodes."""
+
+    def step(x):
+        for _ in range(20):
+            x = tf.nn.relu(x @ weights)
+        return x
+
+    def stages():
+        frame = sys._getframe(1)
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    where = Counter()
+    thresholds = gc.get_threshold()
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    note = lambda phase, info: where.update(set(stages()) if phase == "start" else ())  # noqa: E731
+    gc.callbacks.append(note)
+    gc.set_threshold(50)
+    try:
+        concrete = fast.concrete(x)
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    assert where["call_converted"] > 0  # The trace itself runs as anywhere else.
+    assert where["import_graph_def"] == where["guard_gradients"] == 0
+    assert_close(concrete(x), step(x), "bfloat16", depth=20 * WIDTH)

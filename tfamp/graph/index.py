@@ -21,7 +21,13 @@ from tfamp.core.errors import RewriteError
 from tfamp.core.kinds import ArgDef, AttrValue, GraphDef, NodeDef
 from tfamp.graph.body import Body
 from tfamp.graph.graph import Graph
-from tfamp.graph.nodes import SHAPES, attribute_text, function_attributes, tensor_inputs
+from tfamp.graph.nodes import (
+    SHAPES,
+    attribute_text,
+    function_attributes,
+    may_name_functions,
+    tensor_inputs,
+)
 from tfamp.graph.ops import OpSignature, refused_options, signature
 from tfamp.interop.tf_private import dtype_of_number, has_kernel
 from tfamp.machine.hardware import detect
@@ -84,6 +90,22 @@ def index_bodies(graph: Graph, dtype: str | None, device: str) -> tuple[GraphInd
     return main, *(_Indexer(body, dtype, device).index() for body in functions)
 
 
+class _OpFacts(NamedTuple):
+    """Facts that all nodes of an op type in one scope share.
+
+    Attributes:
+        signature: The op's signature.
+        may_call: Whether attributes of its nodes may name functions.
+        is_function: Whether the op is a function of the graph.
+        may_sum: Whether the table of kernels has it.
+    """
+
+    signature: OpSignature
+    may_call: bool
+    is_function: bool
+    may_sum: bool
+
+
 class _Kind(NamedTuple):
     """Slots of all nodes with the same op, device and attributes.
 
@@ -117,6 +139,7 @@ class _Indexer:
     # First reads by device and inputs.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+    ops: dict[str, _OpFacts] = field(default_factory=dict)
 
     def index(self) -> GraphIndex:
         body = self.body
@@ -137,8 +160,11 @@ class _Indexer:
 
     def _add_node(self, node: NodeDef) -> None:
         # One read of each field, and attributes as bytes: most nodes are of a known kind.
-        op_signature = self.body.signature(node)
         op, device, attrs = node.op, node.device, node.attr
+        facts = self.ops.get(op)
+        if facts is None:
+            facts = self.ops[op] = self._facts(node)
+        op_signature = facts.signature
         deciding = [
             attrs[name].SerializeToString() if name in attrs else b""
             for name in op_signature.deciding
@@ -147,8 +173,8 @@ class _Indexer:
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = self._kind(node, op_signature)
-        calls = tuple(function_attributes(node))
-        if op in self.body.functions:
+        calls = tuple(function_attributes(node)) if facts.may_call else ()
+        if facts.is_function:
             calls = (("", op), *calls)
         position = len(self.nodes)
         self._register(
@@ -159,7 +185,7 @@ class _Indexer:
             device=device,
             calls=calls,
             uses_references=op_signature.uses_references,
-            attrs=_summing_attributes(node),
+            attrs=_summing_attributes(node) if facts.may_sum else None,
         )
         if op == "ReadVariableOp":
             time = (device, *sorted(node.input))
@@ -167,6 +193,11 @@ class _Indexer:
         self._add_shapes(position, op, attrs)
         if op == "Const" and self.dtype is not None and self.slots[-1].dtype == FLOAT32:
             self.largest[position] = largest_finite(attrs["value"].tensor)
+
+    def _facts(self, node: NodeDef) -> _OpFacts:
+        op = node.op
+        op_signature, is_function = self.body.signature(node), op in self.body.functions
+        return _OpFacts(op_signature, may_name_functions(op), is_function, op in OPS)
 
     def _kind(self, node: NodeDef, op_signature: OpSignature) -> _Kind:
         values = {attr: self._value(node, op_signature, attr) for attr in op_signature.deciding}
@@ -277,9 +308,10 @@ class _Indexer:
                 cause = f"it has {len(tensors)} inputs, not {len(targets)}"
                 raise self.body.error(node, cause)
             for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
-                if tensor not in sources:
-                    sources[tensor] = self._source(node, tensor)
-                source, port, spelled = sources[tensor]
+                found = sources.get(tensor)
+                if found is None:
+                    found = sources[tensor] = self._source(node, tensor)
+                source, port, spelled = found
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:
                     raise self.body.error(node, f"its input {tensor!r} is {made}, not {taken}")
@@ -294,7 +326,8 @@ class _Indexer:
         port, slots = self.body.port(tensor), self.outputs[producer]
         if not 0 <= port < len(slots):
             raise self.body.error(node, f"its input {tensor!r} is not an output of {name!r}")
-        return slots[port], port, tensor.replace(name, self.nodes[producer].name, 1)
+        first = self.nodes[producer].name
+        return slots[port], port, tensor if first == name else tensor.replace(name, first, 1)
 
 
 @functools.lru_cache(10_000)  # Few nodes have shapes that no other has.
@@ -320,8 +353,6 @@ def largest_finite(tensor: Any) -> float:
 
 def _summing_attributes(node: NodeDef) -> dict[str, Any]:
     """The attributes of a node that decide how many values it adds up for each result."""
-    if node.op not in OPS:
-        return {}
     lists: dict[str, Any] = {
         name: list(node.attr[name].list.i) for name in ("ksize", "strides") if name in node.attr
     }

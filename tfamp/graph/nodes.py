@@ -26,7 +26,8 @@ def is_control(name: str) -> bool:
 
 def tensor_inputs(node: NodeDef) -> list[str]:
     """Returns the tensors that a node takes."""
-    return [name for name in node.input if not is_control(name)]
+    # Without a call for each: a graph has tens of thousands.
+    return [name for name in node.input if not name.startswith("^")]
 
 
 def control_inputs_of(node: NodeDef) -> list[str]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfamp import kernel_guard
 from tfamp.core.kinds import Nest, NodeDef, Tensor, Trace
 from tfamp.graph.calibration import measure
-from tfamp.graph.graph import Graph, new_suffix
+from tfamp.graph.graph import Graph, collector_paused, new_suffix
 from tfamp.graph.inlining import INLINED_INTO
 from tfamp.graph.nodes import SHAPES
 from tfamp.graph.rewrite import (
@@ -72,7 +72,9 @@ def call_converted(
         traced = _trace(function, call)
     graph, plan = graph_in_low_precision(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
-    results = iter(_into_current_graph(graph, traced, values, options))
+    # A collection on the way would go through the trace, the model and the nodes made so far.
+    with collector_paused():
+        results = iter(_into_current_graph(graph, traced, values, options))
     result = tf.nest.map_structure(
         lambda leaf: None if leaf is None else next(results),
         traced.structured_outputs,
