@@ -93,7 +93,9 @@ def test_errors_of_loss_and_gradients_are_of_the_size_of_the_hidden_layers_round
     exact_loss, exact = found["float32", True]
     (loss, gradients), (loss_by_sums, gradients_by_sums) = found[name, True], found[name, "sums"]
     error = abs(loss_by_sums - exact_loss) / exact_loss
-    assert error < abs(loss - exact_loss) / exact_loss + ROUNDING[name] / 8
+    # In bfloat16 the forward product is float32; in float16 each logit is rounded once, by itself.
+    share = 8 if name == "mixed_bfloat16" else 2
+    assert error < abs(loss - exact_loss) / exact_loss + ROUNDING[name] / share
     assert any((a != b).any() for a, b in zip(gradients, gradients_by_sums, strict=True))
     assert distance(gradients_by_sums, exact) < 1.5 * distance(gradients, exact)
     # The weight gradient of the output layer is a sum over all positions of the batch.
