@@ -4,7 +4,7 @@ import pytest
 
 from tfamp import OpLists
 from tfamp.planning import op_sets
-from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS
+from tfamp.planning.cost import FLOP_FORMULAS, FREE_OPS, MOVING_OPS
 
 IMAGE, FILTER, MADE = (2, 8, 8, 3), (3, 3, 3, 16), (2, 4, 4, 16)
 CONVOLUTION = 2 * 2 * 4 * 4 * 16 * 3 * 3 * 3
@@ -32,7 +32,7 @@ SIZES = (4,)  # the tensor that holds a shape
     ],
 )
 def test_counts(op, inputs, output, expected):
-    assert FLOP_RULES[op].flops(dict(enumerate(inputs)), {0: output}) == pytest.approx(expected)
+    assert FLOP_FORMULAS[op].flops(dict(enumerate(inputs)), {0: output}) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,18 @@ def test_counts(op, inputs, output, expected):
     ],
 )
 def test_einsums_count_every_combination_of_indices(equation, inputs, expected):
-    assert FLOP_RULES["Einsum"].flops(dict(enumerate(inputs)), {}, equation) == expected
+    assert FLOP_FORMULAS["Einsum"].flops(dict(enumerate(inputs)), {}, equation) == expected
 
 
 def test_a_shape_that_is_missing_makes_the_count_unknown():
-    assert FLOP_RULES["MatMul"].flops({0: (4, 8), 1: None}, {0: (4, 5)}) is None
-    assert FLOP_RULES["MatMul"].flops({0: (4, 8)}, {0: (4, 5)}) is None
+    assert FLOP_FORMULAS["MatMul"].flops({0: (4, 8), 1: None}, {0: (4, 5)}) is None
+    assert FLOP_FORMULAS["MatMul"].flops({0: (4, 8)}, {0: (4, 5)}) is None
 
 
 def test_every_allowed_op_that_multiplies_is_counted():
     allowed = OpLists.default("float16", "gpu").allow | OpLists.default("bfloat16", "cpu").allow
-    assert allowed - FLOP_RULES.keys() == {"LSTMBlockCellGrad"}
+    assert allowed - FLOP_FORMULAS.keys() == {"LSTMBlockCellGrad"}
     assert not (allowed - {"LSTMBlockCellGrad"}) & (FREE_OPS | MOVING_OPS)
-    assert op_sets.FLOAT16_ALLOW - FLOP_RULES.keys() >= op_sets.EXTERNAL - {
+    assert op_sets.FLOAT16_ALLOW - FLOP_FORMULAS.keys() >= op_sets.EXTERNAL - {
         "FusedConv2DBiasActivation"
     }

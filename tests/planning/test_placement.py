@@ -16,7 +16,7 @@ from tfamp.core.profile import KINDS, builtin_profile
 from tfamp.graph import MachineProfile, rewrite_graph_def
 from tfamp.graph.index import build_indexes
 from tfamp.planning import structures
-from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
+from tfamp.planning.coloring import ColoredScope, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
 from tfamp.planning.placement import place
@@ -206,9 +206,9 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
     chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds))
     regions = find_regions(index, chosen.kept)
-    rules = Rules(index, regions, colors, updates="low")
-    painting = paint(rules)
-    safe = safe_slots(rules, painting)
+    scope = ColoredScope(index, regions, colors, updates="low")
+    painting = paint(scope)
+    safe = safe_slots(scope, painting)
     assert safe >= painting.low.keys()
     assert not safe & painting.denied.keys()
     assert {colors.get(index.node_of(slot).op) for slot in safe} <= {"allow", "infer", "clear"}

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from helpers import graph_dsl, loops
 from tfamp.graph.index import build_indexes
-from tfamp.planning.cost import FLOP_RULES, SUMS, reduction_depth
+from tfamp.planning.cost import FLOP_FORMULAS, SUMS, reduction_depth
 from tfamp.planning.ranges import Limits, TensorRange, too_large
 
 
@@ -173,7 +173,7 @@ def test_the_depth_of_a_transposed_convolution_is_that_of_its_filter():
 def test_a_depth_that_cannot_be_known_is_none():
     assert reduction_depth("Relu", {0: (3, 4)}, (3, 4)) is None
     assert reduction_depth("Sum", {0: (0, 4)}, (4,)) is None
-    assert all(reduction_depth(op, {}, None) is None for op in (*FLOP_RULES, *SUMS))
+    assert all(reduction_depth(op, {}, None) is None for op in (*FLOP_FORMULAS, *SUMS))
 
 
 def test_functions_are_judged_by_what_happened_in_them():

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from tfamp.planning.cost import FLOP_RULES
+from tfamp.planning.cost import FLOP_FORMULAS
 from tfamp.planning.op_sets import LIST_READERS, LIST_WRITERS
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -36,8 +36,8 @@ Updates = Literal["low", "reduced", "float32"]
 REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
 
 
-class Rules:
-    """The input of the passes: a scope, its regions and the op lists.
+class ColoredScope:
+    """A scope as the passes read it, with its regions and the op lists.
 
     Args:
         index: The scope.
@@ -98,15 +98,15 @@ class Rules:
         return self.index.node_of(slot).name
 
 
-def paint(rules: Rules) -> Painting:
+def paint(scope: ColoredScope) -> Painting:
     """Runs all passes; returns slots to convert and slots that need float32, with reasons."""
     painting = Painting({}, {})
     for apply_pass in PASSES:
-        apply_pass(rules, painting)
+        apply_pass(scope, painting)
     return painting
 
 
-def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
+def safe_slots(scope: ColoredScope, painting: Painting) -> frozenset[int]:
     """Returns the slots that may be converted without loss of safety, Casts left out.
 
     Slots that the passes convert; infer and clear nodes behind them, through infer and clear
@@ -115,23 +115,23 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     safe, nor are infer nodes without an allow node before them, or ones that the passes leave
     in float32 on the way to a variable: learning rates and moments keep their digits.
     """
-    updates = _ways_to_variables(rules, reduced=False)
+    updates = _ways_to_variables(scope, reduced=False)
 
     def is_clear(slot: int) -> bool:
-        return rules.may_join_beside(slot, painting)
+        return scope.may_join_beside(slot, painting)
 
     def follows(slot: int) -> bool:
-        return is_clear(slot) or (slot not in updates and rules.may_infer(slot, painting))
+        return is_clear(slot) or (slot not in updates and scope.may_infer(slot, painting))
 
-    roots = (slot for slot in painting.low if rules.index.node_of(slot).op != "Cast")
-    behind = reach(roots, along(follows, rules.fanout))
-    safe = reach(behind, along(is_clear, rules.fanin, rules.fanout))
+    roots = (slot for slot in painting.low if scope.index.node_of(slot).op != "Cast")
+    behind = reach(roots, along(follows, scope.fanout))
+    safe = reach(behind, along(is_clear, scope.fanin, scope.fanout))
     # A TensorList or a loop is safe as a whole or not at all.
     low = dict.fromkeys(safe, Reason("safe", "it may be converted"))
     whole = Painting(low, dict(painting.denied))
-    match_lists(rules, whole)
+    match_lists(scope, whole)
     low_slots = set(whole.low)
-    for slots in rules.regions.loops:
+    for slots in scope.regions.loops:
         if len(slots) == 1 or not low_slots.issuperset(slots):
             low_slots.difference_update(slots)
     return frozenset(low_slots)
@@ -158,7 +158,7 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
 
     products: list[int] = []
     for node in index.nodes:
-        if node.op in FLOP_RULES:
+        if node.op in FLOP_FORMULAS:
             operands = (source for slot in node.slots for source in index.fanin[slot])
             origins = [slot for slot in reach(operands, sources) if not sources(slot)]
             if origins and all(map(is_integer, origins)):
@@ -183,55 +183,55 @@ def _reads_of_references(index: GraphIndex) -> Collection[int]:
 _REFERENCES = frozenset({"Variable", "VariableV2"})
 
 
-def deny_by_structure(rules: Rules, painting: Painting) -> None:
+def deny_by_structure(scope: ColoredScope, painting: Painting) -> None:
     """Pass 0: sums of integers, and TensorLists that leave the scope or cannot be low."""
     reason = Reason("integers", "it holds sums of products of integers, exact only in float32")
-    slots = rules.index.slots
-    unforced = (slot for slot in rules.integers if slots[slot].node not in rules.forced)
+    slots = scope.index.slots
+    unforced = (slot for slot in scope.integers if slots[slot].node not in scope.forced)
     painting.denied.update(dict.fromkeys(unforced, reason))
-    painting.denied.update(rules.regions.unsafe)
+    painting.denied.update(scope.regions.unsafe)
 
 
-def convert_allow_nodes(rules: Rules, painting: Painting) -> None:
+def convert_allow_nodes(scope: ColoredScope, painting: Painting) -> None:
     """Pass 1: allow and forced nodes are converted. a -> A."""
-    for slot, type_slot in enumerate(rules.index.slots):
-        if not rules.is_free(slot) or slot in painting.denied:
+    for slot, type_slot in enumerate(scope.index.slots):
+        if not scope.is_free(slot) or slot in painting.denied:
             continue
-        if type_slot.node in rules.forced:
+        if type_slot.node in scope.forced:
             painting.low[slot] = Reason("force_low", "its name matches force_low")
-        elif rules.colors[slot] == "allow":
-            op = rules.index.nodes[type_slot.node].op
+        elif scope.colors[slot] == "allow":
+            op = scope.index.nodes[type_slot.node].op
             painting.low[slot] = Reason("allow", f"{op} is on the allow list")
 
 
-def spread_deny_forward(rules: Rules, painting: Painting) -> None:
+def spread_deny_forward(scope: ColoredScope, painting: Painting) -> None:
     """Pass 2: deny goes forward up to the next deny or infer node, through infer and clear.
 
     D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or
     deny node behind it.
     """
-    slots = range(len(rules.index.slots))
-    ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
-    leads_there = reach(ends, along(lambda slot: rules.colors[slot] == "clear", rules.fanin))
+    slots = range(len(scope.index.slots))
+    ends = [slot for slot in slots if scope.colors[slot] in ("deny", "infer")]
+    leads_there = reach(ends, along(lambda slot: scope.colors[slot] == "clear", scope.fanin))
     denied = set(painting.denied)
-    roots = [s for s in slots if rules.colors[s] == "deny" and s not in painting.low]
+    roots = [s for s in slots if scope.colors[s] == "deny" and s not in painting.low]
 
     def follows(slot: int) -> bool:
-        is_forced = rules.index.slots[slot].node in rules.forced
+        is_forced = scope.index.slots[slot].node in scope.forced
         return slot in leads_there and slot not in denied and not is_forced
 
-    for slot, cause in reach(roots, along(follows, rules.fanout)).items():
-        text = f"it is computed from {rules.name(cause)}, which needs float32"
+    for slot, cause in reach(roots, along(follows, scope.fanout)).items():
+        text = f"it is computed from {scope.name(cause)}, which needs float32"
         reason = Reason("behind deny", text)
         if slot == cause:
-            reason = Reason("deny", f"{rules.index.node_of(slot).op} is on the deny list")
+            reason = Reason("deny", f"{scope.index.node_of(slot).op} is on the deny list")
         painting.denied.setdefault(slot, reason)
 
 
-def match_lists(rules: Rules, painting: Painting) -> None:
+def match_lists(scope: ColoredScope, painting: Painting) -> None:
     """Passes 3 and 7: all slots of a TensorList get one colour; one denied slot denies all."""
     low, denied = painting.low, painting.denied
-    for slots in rules.regions.lists:
+    for slots in scope.regions.lists:
         if any(slot in denied for slot in slots):
             for slot in slots:
                 low.pop(slot, None)
@@ -241,75 +241,75 @@ def match_lists(rules: Rules, painting: Painting) -> None:
                 low.setdefault(slot, Reason("TensorList", "its TensorList is converted"))
 
 
-def convert_between_allow(rules: Rules, painting: Painting) -> None:
+def convert_between_allow(scope: ColoredScope, painting: Painting) -> None:
     """Pass 4: infer and clear nodes on a path between allow nodes are converted.
 
     A -> i -> c -> A becomes A -> I -> C -> A, and A -> i -> c stays.
     """
 
     def joins(slot: int) -> bool:
-        return rules.may_join(slot, painting, "infer", "clear")
+        return scope.may_join(slot, painting, "infer", "clear")
 
-    behind = reach(painting.low, along(joins, rules.fanout))
-    for slot in reach(painting.low, along(behind.__contains__, rules.fanin)):
+    behind = reach(painting.low, along(joins, scope.fanout))
+    for slot in reach(painting.low, along(behind.__contains__, scope.fanin)):
         painting.low.setdefault(slot, Reason("between", "it is between converted nodes"))
 
 
-def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
+def convert_infer_behind_converted(scope: ColoredScope, painting: Painting) -> None:
     """Pass 5: an infer node directly behind a converted one joins it. A -> i becomes A -> I.
 
     In graph order, so that a chain of infer nodes is converted as a whole. Not with another
-    input from a denied node, nor, unless the rules allow it, on the way to a variable.
+    input from a denied node, nor, unless `updates` allows it, on the way to a variable.
     """
-    reduced = rules.updates == "reduced"
-    updates = set() if rules.updates == "low" else _ways_to_variables(rules, reduced)
-    for slot, sources in enumerate(rules.fanin):
+    reduced = scope.updates == "reduced"
+    updates = set() if scope.updates == "low" else _ways_to_variables(scope, reduced)
+    for slot, sources in enumerate(scope.fanin):
         cause = next((source for source in sources if source in painting.low), None)
-        if cause is not None and slot not in updates and rules.may_infer(slot, painting):
-            text = f"it is computed from {rules.name(cause)}, which is converted"
+        if cause is not None and slot not in updates and scope.may_infer(slot, painting):
+            text = f"it is computed from {scope.name(cause)}, which is converted"
             painting.low.setdefault(slot, Reason("behind low", text))
 
 
-def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
+def convert_clear_beside_converted(scope: ColoredScope, painting: Painting) -> None:
     """Pass 6: clear nodes connected to a converted node through clear nodes are converted.
 
     c -> c -> A -> c becomes C -> C -> A -> C.
     """
 
     def is_clear(slot: int) -> bool:
-        return rules.may_join_beside(slot, painting)
+        return scope.may_join_beside(slot, painting)
 
-    near = reach(painting.low, along(is_clear, rules.fanin, rules.fanout))
+    near = reach(painting.low, along(is_clear, scope.fanin, scope.fanout))
     for slot, cause in near.items():
-        text = f"it is next to {rules.name(cause)}, which is converted"
+        text = f"it is next to {scope.name(cause)}, which is converted"
         painting.low.setdefault(slot, Reason("beside low", text))
 
 
-def match_loops(rules: Rules, painting: Painting) -> None:
+def match_loops(scope: ColoredScope, painting: Painting) -> None:
     """Pass 8: a NextIteration and the Merges it feeds get one colour: no Cast fits between."""
     low = painting.low
-    for following, *merges in rules.regions.loops:
-        if merges and all(merge in low for merge in merges) and rules.is_free(following):
+    for following, *merges in scope.regions.loops:
+        if merges and all(merge in low for merge in merges) and scope.is_free(following):
             low.setdefault(following, Reason("loop", "the loop variable is converted"))
         else:
             for slot in (following, *merges):
                 low.pop(slot, None)
 
 
-def repaint_casts(rules: Rules, painting: Painting) -> None:
+def repaint_casts(scope: ColoredScope, painting: Painting) -> None:
     """Pass 9: a Cast of the graph adopts the dtypes of its consumers and its producer.
 
     If all consumers of a Cast to float32 are converted, its result is low; if its producer is
     converted, its operand is low. So no second Cast is added before or behind it.
     """
-    kept = {*rules.regions.fixed, *painting.denied}
+    kept = {*scope.regions.fixed, *painting.denied}
     reason = Reason("cast", "every tensor it takes or gives here is converted")
-    ends_of = {slot: ends for slot, ends in rules.index.cast_ends() if slot not in kept}
+    ends_of = {slot: ends for slot, ends in scope.index.cast_ends() if slot not in kept}
     casts = [slot for slot, ends in ends_of.items() if painting.low.keys() >= set(ends)]
     painting.low.update(dict.fromkeys(casts, reason))
 
 
-PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
+PASSES: tuple[Callable[[ColoredScope, Painting], None], ...] = (
     deny_by_structure,
     convert_allow_nodes,
     spread_deny_forward,
@@ -323,14 +323,14 @@ PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
 )
 
 
-def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
+def _ways_to_variables(scope: ColoredScope, reduced: bool) -> Iterable[int]:
     """Slots on paths to nodes with resources, without allow or deny nodes between.
 
     If updates may be low up to the last reduction (`reduced`), without reductions
     between either. A forward pass alone has the same slots, those that the gradients of a
     training step would take, so that both give the same values.
     """
-    index = rules.index
+    index = scope.index
     # The writes of a joined loop are in its body.
     roots = [
         slot
@@ -341,10 +341,10 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
 
     def leads_on(slot: int) -> bool:
         reduces = reduced and index.node_of(slot).op in REDUCTIONS
-        return rules.colors[slot] not in ("allow", "deny") and not reduces
+        return scope.colors[slot] not in ("allow", "deny") and not reduces
 
-    saved = [] if rules.updates == "low" else _taken_by_gradients(rules, leads_on, reduced)
-    return reach([*roots, *saved], along(leads_on, rules.fanin))
+    saved = [] if scope.updates == "low" else _taken_by_gradients(scope, leads_on, reduced)
+    return reach([*roots, *saved], along(leads_on, scope.fanin))
 
 
 _WRITERS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
@@ -357,7 +357,9 @@ _LINEAR = REDUCTIONS | op_types("""
 """)
 
 
-def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: bool) -> list[int]:
+def _taken_by_gradients(
+    scope: ColoredScope, leads_on: Callable[[int], bool], reduced: bool
+) -> list[int]:
     """Slots of a graph without gradients that those of its variables would take.
 
     The gradient of a variable takes the operands of each op that is not linear, from the variable
@@ -365,22 +367,22 @@ def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: 
     layer: for their gains and the biases before them. All gradients of variables are reduced to
     their shapes, but those of gathered rows.
     """
-    index = rules.index
+    index = scope.index
     using = index.users["resource"]
     if any(index.nodes[position].op.startswith(_WRITERS) for position in using):
         return []
-    fixed = rules.regions.fixed.items()
+    fixed = scope.regions.fixed.items()
     normalized = {slot for slot, reason in fixed if reason.rule == "statistics"}
     if not normalized:
         return []
     reads = [slot for position in using for slot in index.nodes[position].slots]
     if reduced:
-        gathers = (s for read in reads for s in (read, *rules.fanout[read]))
+        gathers = (s for read in reads for s in (read, *scope.fanout[read]))
         reads = [slot for slot in gathers if "Gather" in index.ops[slot]]
 
     def goes_on(slot: int) -> Iterator[int]:
         shape = _shape_of(index, slot)
-        for target in filter(leads_on, rules.fanout[slot]):
+        for target in filter(leads_on, scope.fanout[slot]):
             # The gradient of what is broadcast is reduced.
             is_broadcast = index.ops[target] in _LINEAR and _shape_of(index, target) != shape
             if not (reduced and is_broadcast):
@@ -391,7 +393,7 @@ def _taken_by_gradients(rules: Rules, leads_on: Callable[[int], bool], reduced: 
         source
         for slot in behind
         if slot in normalized and index.ops[slot] not in _LINEAR
-        for source in rules.fanin[slot]
+        for source in scope.fanin[slot]
         if source in behind and leads_on(source)
     ]
 

@@ -175,8 +175,8 @@ class _Estimate:
     def _arithmetic(self, position: int) -> tuple[str, float]:
         """Kind and amount of an op's arithmetic."""
         node = self._index.nodes[position]
-        rule = FLOP_RULES.get(node.op)
-        if rule is None:
+        formula = FLOP_FORMULAS.get(node.op)
+        if formula is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
             sizes = [
@@ -187,7 +187,7 @@ class _Estimate:
             return "elementwise", max(sizes, default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         made = {0: self._shapes.get((position, 0))}
-        return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
+        return formula.kind, formula.flops(inputs, made, node.equation) or 0.0
 
     def _form(self, position: int) -> str:
         """Form of a depthwise convolution's gradient, by its shapes."""
@@ -267,7 +267,7 @@ MOVING_OPS = op_types("""
 
 
 @dataclass(frozen=True, slots=True)
-class FlopRule:
+class FlopFormula:
     """How the arithmetic of an op is counted.
 
     Attributes:
@@ -357,7 +357,7 @@ _BY_INPUT = "i2 i1"  # The shapes that count the gradient of a convolution by it
 _CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
 _MATMULS = "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3"
 _CONVOLUTIONS = "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation"
-_RULES = {
+_FORMULAS = {
     _MATMULS: ("matmul", "i0 i1 o0", _matmul),
     "Einsum": ("matmul", "", _einsum),
     _CONVOLUTIONS: ("conv", "o0 i1", _convolution),
@@ -377,10 +377,10 @@ _RULES = {
     "BlockLSTMGrad BlockLSTMGradV2": ("matmul", "i1 i4", _cell_gradient),
 }
 # Op type -> how its arithmetic is counted; all other ops count elements.
-FLOP_RULES = {op: FlopRule(*rule) for ops, rule in _RULES.items() for op in ops.split()}
+FLOP_FORMULAS = {op: FlopFormula(*row) for ops, row in _FORMULAS.items() for op in ops.split()}
 
 
-# Sums, whose kernels accumulate in the dtype of their tensors; ops of FLOP_RULES do in float32.
+# Sums, whose kernels accumulate in the dtype of their tensors; ops of FLOP_FORMULAS do in float32.
 SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum"})
 
 
@@ -396,14 +396,16 @@ def reduction_depth(
         >>> reduction_depth("MatMul", {0: (4, 512), 1: (512, 8)}, (4, 8))
         512
     """
-    rule = FLOP_RULES.get(op)
+    formula = FLOP_FORMULAS.get(op)
     if any(0 in shape for shape in (*inputs.values(), output or ())):
         return None
     if op in SUMS and 0 in inputs and output is not None:
         return math.prod(inputs[0]) // math.prod(output)
-    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.places == _BY_INPUT):
+    if formula is None or not (
+        "o0" in formula.places or op == "Einsum" or formula.places == _BY_INPUT
+    ):
         return None
-    if rule.places == _BY_INPUT:  # A filter ends with the channels in and out.
+    if formula.places == _BY_INPUT:  # A filter ends with the channels in and out.
         return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None
-    flops = rule.flops(inputs, {0: output}, equation)
+    flops = formula.flops(inputs, {0: output}, equation)
     return None if flops is None or output is None else round(flops / 2 / math.prod(output))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfamp.core import messages
-from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
+from tfamp.planning.coloring import ColoredScope, find_regions, paint, safe_slots
 from tfamp.planning.cost import (
-    FLOP_RULES,
+    FLOP_FORMULAS,
     ScopeCosts,
     crossing_tensors,
     estimate,
@@ -128,19 +128,19 @@ def decide(
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
 
-    def rules_with(kept: Mapping[int, Reason]) -> Rules:
+    def scope_with(kept: Mapping[int, Reason]) -> ColoredScope:
         regions = find_regions(joined.index, {**exact_nodes, **kept}, {**exact, **joined.kept})
-        return Rules(joined.index, regions, options.colors, forced, options.updates)
+        return ColoredScope(joined.index, regions, options.colors, forced, options.updates)
 
-    rules = rules_with(chosen.kept)
-    painting = paint(rules)
+    scope = scope_with(chosen.kept)
+    painting = paint(scope)
     costs = [estimate(index, options.machine, options.dtype) for index in indexes]
     if options.placement != "lists":
-        safe = safe_slots(rules, painting)
+        safe = safe_slots(scope, painting)
         least_gain = options.machine.least_gain
         joined_costs = joined.join_costs(costs, safe)
-        painting = place(joined.index, rules.regions, painting, safe, joined_costs, least_gain)
-    why_float32 = {**painting.left, **painting.denied, **rules.regions.fixed}
+        painting = place(joined.index, scope.regions, painting, safe, joined_costs, least_gain)
+    why_float32 = {**painting.left, **painting.denied, **scope.regions.fixed}
     scopes = tuple(
         PaintedScope(
             index=index,
@@ -154,7 +154,7 @@ def decide(
     plan = _plan(scopes, options)
     able: frozenset[int] = frozenset()
     if any(matched.argument == "keep_float32" for matched in chosen.patterns):
-        able = _able_nodes(rules_with(chosen.used))
+        able = _able_nodes(scope_with(chosen.used))
     return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, able, plan)))
 
 
@@ -168,11 +168,11 @@ def _plan(scopes: Sequence[PaintedScope], options: RewriteOptions) -> RewritePla
     )
 
 
-def _able_nodes(rules: Rules) -> frozenset[int]:
+def _able_nodes(scope: ColoredScope) -> frozenset[int]:
     """The nodes that could be low."""
-    painting = paint(rules)
-    slots = (*painting.low, *safe_slots(rules, painting))
-    return frozenset(rules.index.slots[slot].node for slot in slots)
+    painting = paint(scope)
+    slots = (*painting.low, *safe_slots(scope, painting))
+    return frozenset(scope.index.slots[slot].node for slot in slots)
 
 
 def _idle_patterns(
@@ -226,7 +226,7 @@ def make_plan(
 ) -> RewritePlan:
     """Returns a plan with its totals."""
     known = [cast.bytes for cast in casts if cast.bytes is not None]
-    products = [node for node in nodes if node.op in FLOP_RULES]
+    products = [node for node in nodes if node.op in FLOP_FORMULAS]
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),

@@ -18,11 +18,12 @@ from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS
 from tfamp.planning.ends import Ends, LoopVariable
 from tfamp.planning.op_sets import CHOICES, DECOMPOSITIONS
-from tfamp.planning.probabilities import DIFFERENCES, Probabilities
 from tfamp.planning.structures import LOOPS, GraphIndex, Reason, along, op_types, reach
 from tfamp.planning.value_flow import FRAMES, ValueFlow, Ways, value_flow
 from tfamp.planning.value_kinds import (
+    DIFFERENCES,
     Given,
+    Probabilities,
     given_values,
     gradients_of,
     products_of_gradients,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
+from tfamp.planning.cost import FLOP_FORMULAS, Shape, reduction_depth
 from tfamp.planning.kernels import stalling_terms
 from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import FLOAT32, GraphIndex, NodeOutput, Reason, op_types, reach
@@ -142,7 +142,7 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
     chosen = {position: reason for position, (_, reason) in worst.items()}
     for position, depth in _depths(index, measured):
         node = index.nodes[position]
-        limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
+        limit = limits.matmul_depth if node.op in FLOP_FORMULAS else limits.sum_depth
         can_be_low = any(index.slots[slot].can_be_low for slot in node.slots)
         if depth > limit and can_be_low and position not in left_out:
             text = f"it adds up {depth} values for each result, more than reduction_depth"
