@@ -70,6 +70,17 @@ def test_every_way_to_call_it_returns_float32(low):
         assert dtype_of(each(X)) == spec_of(each) == "float32"
 
 
+def test_a_functional_that_is_part_of_another_one_is_low_in_a_subclassed_model_too(low):
+    inputs = keras.Input((8,))
+    part = keras.Model(inputs, layers.Dense(6)(inputs))
+    whole = keras.Model(inputs, layers.Dense(3)(part(inputs)))
+    outer = Outer(part)
+    result = outer(X)
+    assert (outer.seen, dtype_of(result), dtype_of(whole(X))) == ([low], "float32", "float32")
+    kernel, bias = part.layers[-1].get_weights()
+    np.testing.assert_allclose(result, X @ kernel + bias, atol=tolerance(low, depth=8))
+
+
 def test_without_float32_outputs_or_with_a_dtype_of_its_own_it_returns_that(low):
     with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_outputs=False)):
         assert dtype_of(Net()(X)) == low
