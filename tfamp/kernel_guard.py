@@ -37,7 +37,7 @@ from tfamp.planning.scalings import Dataflow
 _RECORDED = "_tfamp_recorded"
 # Attribute of an eager result of Cast, whose gradient adds up in float32.
 _CAST = "_tfamp_cast"
-# On CPUs they have no float16 kernels, forward and backward.
+# On CPUs they have no float16 kernels: they run, and so are differentiated, in float32.
 _POOLINGS = frozenset({"AvgPool3D", "MaxPool3D"})
 # Broadcasting ops that take the shape of the result, and those that broadcast all but two axes.
 _BY_A_SHAPE = frozenset({"BroadcastTo", "Tile"})
@@ -202,8 +202,7 @@ def _gradient_is_guarded(call: _Call) -> bool:
             shapes = [None if shape is None else shape[:-2] for shape in shapes]
         if None not in shapes and all(shape == shapes[0] for shape in shapes):
             return False
-    lacks_kernel = call.op in _POOLINGS and call.dtype == "float16"
-    return call.dtype in dtypes or lacks_kernel
+    return call.dtype in dtypes
 
 
 # ---- Compilers -------------------------------------------------------------------------------
