@@ -98,6 +98,17 @@ def test_private_calling_layers():
     assert keras_hooks.calling_layers() == []
 
 
+def test_private_calls_symbolically():
+    seen = []
+    layer = keras.layers.Lambda(lambda x: seen.append(keras_hooks.calls_symbolically()) or x)
+    layer(keras.Input((1,)))
+    assert seen
+    assert all(seen)
+    seen.clear()
+    layer(np.ones((1, 1), "float32"))
+    assert seen == [False]
+
+
 def test_private_functional_of_and_sublayers():
     model = keras.Sequential([keras.layers.Dense(1)])
     assert keras_hooks.functional_of(model) is None

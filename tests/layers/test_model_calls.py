@@ -468,6 +468,49 @@ def test_ids_given_as_floats_find_their_rows(low, name, how):
     assert [table.compute_dtype for table in tables] == [low]
 
 
+@pytest.mark.parametrize("how", ["policy", "O2", "O1"])
+def test_ids_that_another_layer_rounds_are_warned_of_or_exact(low, how, recwarn):
+    """A Reshape of the policy rounds them; at O1, in float32, or as integers they are exact."""
+    ids = np.array([1, 257, 2049], "float32")
+
+    def made(dtype=None, inputs_dtype="float32", rows=4096):
+        table = layers.Embedding(rows, 1, embeddings_initializer=_row_numbers)
+        inputs = keras.Input((), dtype=inputs_dtype)
+        rows = table(layers.Reshape((1,), dtype=dtype)(inputs))
+        model = keras.Model(inputs, layers.Flatten(dtype="float32")(rows))
+        if how != "policy":
+            model, _ = tfamp.prepare(model, level=how, dtype=low)
+        return model
+
+    def warned_in(model, ids):
+        recwarn.clear()
+        found = [np.ravel(model(ids)), model.predict(ids, verbose=0).ravel()]
+        return found, [str(each.message) for each in recwarn if "looks up" in str(each.message)]
+
+    with tfamp.policy_scope(f"mixed_{low}" if how == "policy" else "float32"):
+        rounded = made()
+        _, said = warned_in(rounded, ids)
+        if how == "O1":
+            assert not said
+            np.testing.assert_array_equal(rounded.predict(ids, verbose=0).ravel(), ids % 128)
+        else:
+            (message,) = said
+            assert f"4096 rows and is given ids in {low}" in message
+            assert "dtype='float32'" in message
+        if how == "policy":
+            found, again = warned_in(made("float32"), ids)
+            assert not again
+            for each in found:
+                np.testing.assert_array_equal(each, ids % 128)
+            integers = made(inputs_dtype="int32")
+            found, again = warned_in(integers, ids.astype("int32"))
+            assert not again
+            for each in found:
+                np.testing.assert_array_equal(each, ids % 128)
+            few = made(rows=256)
+            assert not warned_in(few, np.array([1.0, 255.0], "float32"))[1]
+
+
 class Scaled(layers.Embedding):
     """Takes a tensor and a flag next to its ids."""
 

@@ -113,6 +113,29 @@ def _said(run):
     return [str(each.message) for each in said if each.category is tfamp.TfampWarning]
 
 
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+@pytest.mark.parametrize("name", one_of_each(["SGD", "RMSprop", "Adagrad", "Ftrl"]))
+def test_low_and_wide_weights_of_one_model_train_together(name, wide):
+    """Without a loss scale only the low gradients are cast; Keras sums all of them."""
+
+    def moved(dtype, own):
+        with tfamp.policy_scope(dtype):
+            layers = [keras.layers.Dense(8, "tanh", dtype=own), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input(X.shape[1:]), *layers])
+        draw = np.random.default_rng(0).standard_normal
+        model.set_weights([draw(weight.shape) / 4 for weight in model.weights])
+        optimizer = getattr(keras.optimizers, name)(0.05)
+        model.compile(tfamp.LossScaleOptimizer(optimizer, loss_scale=1.0), "mse")
+        before = model.get_weights()
+        model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+        after = model.get_weights()
+        return [(b.astype("float64") - a).ravel() for a, b in zip(before, after, strict=True)]
+
+    exact = np.concatenate(moved("float32", "float32"))
+    low = np.concatenate(moved("bfloat16", wide))
+    assert np.linalg.norm(low - exact) < 0.1 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("name", sorted(KERAS))
 def test_without_masters_a_warning_names_what_is_lost_once(name):
     weights = [keras.Variable([1.0], dtype="bfloat16", name=f"weight_{i}") for i in range(2)]

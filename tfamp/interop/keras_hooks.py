@@ -170,6 +170,14 @@ def calling_layers() -> list[Layer]:
     return [caller for caller in callers if isinstance(caller, keras.Layer)]
 
 
+def calls_symbolically() -> bool:
+    """Whether Keras traces a call for the shapes and dtypes of its outputs only.
+
+    Symbol: "symbolic_scope" in `keras.src.backend.common.global_state`, set meanwhile.
+    """
+    return foreign(f"{_STATE}:get_global_attribute")("symbolic_scope") is not None
+
+
 def functional_class() -> type[Functional]:
     """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
     return foreign("keras.src.models.functional:Functional")

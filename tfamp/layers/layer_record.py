@@ -74,6 +74,7 @@ class LayerRecord:
         inside: The last Functional that a Sequential has built.
         autocast: Whether Keras cast its inputs before its plan said otherwise; None without that.
         warned: Whether a warning has said that it trains in float32 under a later policy.
+        warned_of_ids: Whether a warning has said that its ids, of an Embedding, are rounded.
     """
 
     assignment: Assignment | None = None
@@ -83,6 +84,7 @@ class LayerRecord:
     inside: weakref.ref[Functional] | None = None
     autocast: bool | None = None
     warned: bool = False
+    warned_of_ids: bool = False
 
 
 _records: WeakMap[LayerRecord] = WeakMap()

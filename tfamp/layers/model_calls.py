@@ -23,16 +23,18 @@ import dataclasses
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
 from tfamp import kernel_guard, state_guard
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
-from tfamp.interop.patching import is_wrapped_by, unwrap_methods, wrap_method
+from tfamp.interop.patching import is_wrapped_by, level_of_user, unwrap_methods, wrap_method
 from tfamp.layers import fused_norms, layer_dtypes, low_products, model_roles
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.layer_plan import (
@@ -278,8 +280,37 @@ def _look_up_exactly(layer: Layer, original: Method, *args: Any, **kwargs: Any) 
     if not call.arguments.get("reverse"):
         name = next(iter(call.arguments))
         ids = call.arguments[name]
-        call.arguments[name] = keras.tree.map_structure(layer_dtypes.before_cast, ids)
+        exact = keras.tree.map_structure(layer_dtypes.before_cast, ids)
+        call.arguments[name] = exact
+        for each in keras.tree.flatten(exact):
+            _warn_of_rounded_ids(layer, keras.backend.standardize_dtype(each.dtype))
     return original(*call.args, **call.kwargs)
+
+
+def _warn_of_rounded_ids(layer: Layer, dtype: str) -> None:
+    """Warns of ids that another layer computed in a dtype that cannot hold all of them.
+
+    In a symbolic call inputs have a low dtype that a real call casts from exact ones.
+    """
+    if (
+        keras_hooks.calls_symbolically()
+        or dtype not in LOW_PRECISION
+        or record_of(layer).warned_of_ids
+    ):
+        return
+    # Above 2 / eps, float numbers are further apart than integers.
+    most = int(2 / float_format(dtype).eps)
+    if layer.input_dim <= most + 1:
+        return
+    note(layer, warned_of_ids=True)
+    warnings.warn(
+        f"{layer.name} ({type(layer).__name__}) looks up {layer.input_dim} rows and is given ids "
+        f"in {dtype}, which rounds integers above {most}: it takes other rows. The layer that "
+        "makes the ids, such as a Lambda or Reshape, computes in that dtype; give it "
+        "dtype='float32' or integer inputs, or use level O1.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _compute_in_float32(layer: Layer, original: Method, *args: Any, **kwargs: Any) -> Nest:

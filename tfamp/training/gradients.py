@@ -243,7 +243,9 @@ def is_next_value(variable: Variable) -> bool:
 
 def _quotient(values: Tensor, divisor: Tensor) -> Tensor:
     wide = widened(values)
-    return wide if divisor is None else wide / ops.cast(divisor, wide.dtype)
+    # A copy, because TensorFlow refuses to sum gradients over replicas if some belong to the
+    # graph of this branch, as widened ones do, and others to the graph around it.
+    return ops.copy(wide) if divisor is None else wide / ops.cast(divisor, wide.dtype)
 
 
 def widened(values: Tensor) -> Tensor:
