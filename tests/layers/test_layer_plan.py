@@ -262,3 +262,12 @@ def test_a_layer_that_another_thread_lowers_between_its_call_and_its_model_is_ca
     inputs = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
     assert (made[0].output.dtype, made[0](inputs).dtype) == ("float32", "float32")
     np.testing.assert_allclose(made[0](inputs), kept(inputs), atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["functional", "sequential", "model", "layer"])
+def test_what_no_policy_manages_or_what_stays_float32_returns_its_own_dtype(kind):
+    facts = LayerFacts(kind, managed=True, float32_outputs=True, low="bfloat16")
+    of_kind = {"functional": "part", "sequential": "part or outermost", "model": "outermost"}
+    assert plan_layer(facts, "hidden").outputs == of_kind.get(kind, "own")
+    for change in ({"managed": False}, {"stays": True}):
+        assert plan_layer(dataclasses.replace(facts, **change), "hidden").outputs == "own"
