@@ -48,12 +48,13 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
         *((layer, "quantized_call", _under_kept_scope) for layer in layers_of(model)),
         (model, "call", functools.partial(_under_autocast, options.dtype)),
     ]
+    if hasattr(model, "generate_step"):
+        generation = _rewritten_generation(model.generate_step, options.dtype, rewrite)
+        wrappers.append((model, "generate_step", generation))
     for wrapper in wrappers:
         wrap_method(*wrapper)
     for name in ("train_step", "test_step", "predict_step"):
         _rewrite_step_of(model, name, options.dtype, rewrite)
-    if hasattr(model, "generate_step"):
-        _rewrite_generation_of(model, options.dtype, rewrite)
     return rewrite
 
 
@@ -101,12 +102,11 @@ def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewr
     wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
 
 
-def _rewrite_generation_of(model: Model, dtype: ComputeDtype, rewrite: Rewrite) -> None:
-    """Rewrites what KerasHub's `generate` runs, which calls the layers and never the model.
+def _rewritten_generation(step: Function, dtype: ComputeDtype, rewrite: Rewrite) -> Replacement:
+    """What replaces the step of KerasHub's `generate`, which calls layers and never the model.
 
     It runs on one device, so that there are no replicas to join.
     """
-    step = model.generate_step
 
     def around(original: Function, *args: Any, **kwargs: Any) -> Nest:
         if traces_for_a_rewrite():
@@ -122,7 +122,7 @@ def _rewrite_generation_of(model: Model, dtype: ComputeDtype, rewrite: Rewrite) 
 
         return rewrite(tf.function(captured))()
 
-    wrap_method(model, "generate_step", around)
+    return around
 
 
 def _under_autocast(dtype: ComputeDtype, original: Method, *args: Any, **kwargs: Any) -> Nest:
