@@ -26,7 +26,7 @@ from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
 from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
-from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS
+from tfamp.planning.cost import FLOP_FORMULAS, FREE_OPS, MOVING_OPS
 
 _SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.compiled)
 KINDS = {
@@ -41,7 +41,7 @@ KINDS = {
 }
 # By op type; later ones hold. Others are elementwise.
 _KIND_OF = {
-    **{op: rule.kind for op, rule in FLOP_RULES.items()},
+    **{op: rule.kind for op, rule in FLOP_FORMULAS.items()},
     **dict.fromkeys(MOVING_OPS, "move"),
     # They move pointers only.
     **dict.fromkeys(FREE_OPS, "free"),
