@@ -103,7 +103,7 @@ def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewr
 
 
 def _rewritten_generation(step: Function, dtype: ComputeDtype, rewrite: Rewrite) -> Replacement:
-    """What replaces the step of KerasHub's `generate`, which calls layers and never the model.
+    """Returns what replaces the step of KerasHub's `generate`, which never calls the model.
 
     It runs on one device, so that there are no replicas to join.
     """
