@@ -466,8 +466,10 @@ def _load_into_inner(original: Callable[..., None], optimizer: Optimizer, store:
     is_keras_s = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_keras_s and not isinstance(optimizer, RestoresInner):
         inner = optimizer.inner_optimizer
-        values = [store[str(i)] for i in range(len(store.keys()))]
-        if inner.variables and _fit(values, inner.variables):
+        names = [str(i) for i in range(len(inner.variables))]
+        # An optimizer of a user's may name what it saves; Keras says that it does not fit.
+        is_keras_layout = bool(names) and set(store.keys()) == set(names)
+        if is_keras_layout and _fit([store[name] for name in names], inner.variables):
             original(inner, store)
             _restored.add(inner)
             return
