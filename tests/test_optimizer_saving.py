@@ -197,6 +197,23 @@ def test_a_file_of_an_optimizer_that_does_not_fit_is_skipped_and_keras_says_so(t
     assert int(other.optimizer.iterations) == 0
 
 
+def test_a_file_whose_optimizer_names_its_own_variables_is_left_to_keras(tmp_path):
+    class Named(keras.optimizers.SGD):
+        def save_own_variables(self, store):
+            for variable in self.variables:
+                store[variable.path.replace("/", "_")] = variable.numpy()
+
+    model, _, _ = model_of_a_bare_optimizer(tmp_path / "w.keras", Named(momentum=0.9))
+    model.save_weights(tmp_path / "named.weights.h5")
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    with tfamp.policy_scope("mixed_float16"):
+        other.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        other.optimizer.build(other.trainable_variables)
+        with pytest.raises(ValueError, match="could not be loaded"):
+            other.load_weights(tmp_path / "named.weights.h5")
+    assert int(other.optimizer.iterations) == 0
+
+
 def test_without_a_policy_of_tfamp_keras_loads_as_it_does(tmp_path):
     model_of_a_bare_optimizer(tmp_path / "bare.keras", keras.optimizers.Adam())
     before = keras.config.dtype_policy()
