@@ -1,6 +1,7 @@
 """Imported loops, functions and variables get all that TensorFlow attaches to traced ones."""
 
 import gc
+import inspect
 import types
 
 import pytest
@@ -39,6 +40,53 @@ def test_registered_functions_can_be_called_until_their_owner_is_gone():
     del owner
     gc.collect()
     assert not context.has_function(definition.signature.name)
+
+
+def _traced_counter():
+    """A variable, and a graph that doubles it, adds one, which nothing reads, and returns it."""
+    counter = tf.Variable(3.0)
+
+    @tf.function(autograph=False)
+    def counted():
+        counter.assign(counter * 2.0)
+        value = tf.identity(counter)
+        counter.assign_add(1.0)
+        return value
+
+    return counter, counted.get_concrete_function()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_imported_ops_keep_their_order_and_run(is_first, monkeypatch):
+    counter, traced = _traced_counter()
+    (handle,) = (tensor.name for tensor in traced.inputs)
+    acd = tf_private.private("framework.auto_control_deps:_get_resource_inputs")
+    module = inspect.getmodule(acd)
+    looked_at = []
+    monkeypatch.setattr(
+        module, "_get_resource_inputs", lambda op: looked_at.append(op.type) or acd(op)
+    )
+
+    @tf.function(autograph=False)
+    def fn():
+        if not is_first:
+            counter.assign(5.0)
+        graph = tf.compat.v1.get_default_graph()
+        captured = graph.capture(counter.handle)
+        before = len(graph.get_operations())
+        (value,) = tf.graph_util.import_graph_def(
+            traced.graph.as_graph_def(), {handle: captured}, [traced.outputs[0].name], name=""
+        )
+        imported_graphs.keep_order(graph.get_operations()[before:])
+        return value
+
+    for start in (3.0, 10.0):
+        counter.assign(start)
+        start = start if is_first else 5.0
+        assert float(fn()) == 2.0 * start
+        assert float(counter) == 2.0 * start + 1.0
+    # TensorFlow orders them again only where others came first, which they may depend on.
+    assert ("AssignAddVariableOp" in looked_at) is not is_first
 
 
 def _differentiated():

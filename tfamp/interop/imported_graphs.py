@@ -14,7 +14,8 @@ from typing import Any, TypeAlias, cast
 import tensorflow as tf
 
 from tfamp.core.kinds import FunctionDef, Handle, Op, Tensor, TFGraph, Trace, Variable
-from tfamp.interop.tf_private import outer_graph, private, private_symbol
+from tfamp.interop.patching import attempt
+from tfamp.interop.tf_private import op_definition, outer_graph, private, private_symbol
 
 
 def copy_handle_data(sources: Iterable[Handle], targets: Iterable[Handle]) -> None:
@@ -72,6 +73,60 @@ def note_variables(variables: Iterable[Variable]) -> None:
     watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
     for variable in variables:
         watch(variable)
+
+
+def keep_order(imported: Sequence[Op]) -> None:
+    """Leaves ops that were imported first into a traced function in the order that they have.
+
+    When a trace ends TensorFlow orders ops with side effects, for which it looks at every op.
+    Imported ops were ordered where they were traced; what is left is that they run before the
+    function returns. Where other ops came first, or some are ordered by more than their
+    resources, nothing is done, and TensorFlow orders all.
+
+    Symbols: `Graph.experimental_acd_manager`, its attributes `_n_operations` and
+    `ops_which_must_run`, `auto_control_deps.op_is_stateful` and
+    `auto_control_deps_utils.RESOURCE_READ_OPS`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    by_type = {op.type: op for op in imported}
+    if any(map(_needs_more_than_resources, by_type.values())):
+        return
+
+    def keep() -> None:
+        manager = private_symbol(graph, "experimental_acd_manager")
+        if manager is None:
+            return
+        operations = graph.get_operations()
+        first = private_symbol(manager, "_n_operations")
+        before = operations[first : len(operations) - len(imported)]
+        if any(op.type != "Placeholder" for op in before):
+            return
+        is_stateful = private("framework.auto_control_deps:op_is_stateful")
+        reads = private("framework.auto_control_deps_utils:RESOURCE_READ_OPS")
+        stateful = {kind for kind, op in by_type.items() if is_stateful(op)}
+        private_symbol(manager, "ops_which_must_run").update(
+            op
+            for op in imported
+            if op.type in stateful
+            and (op.type not in reads or any(output.consumers() for output in op.outputs))
+        )
+        manager._n_operations = len(operations)
+
+    attempt(keep, None, "the first call of a rewritten function takes longer.")
+
+
+def _needs_more_than_resources(op: Op) -> bool:
+    """Whether ops like this are ordered by more than their resources, or nobody knows.
+
+    Collectives are ordered by their group, which calls may contain, and old control flow by
+    switches.
+    """
+    name = op.type
+    return (
+        op_definition(name) is None
+        or name.startswith("Collective")
+        or name in ("Switch", "Merge", "StatefulPartitionedCall")
+    )
 
 
 def register_functions(definitions: Iterable[FunctionDef], owner: Any) -> None:

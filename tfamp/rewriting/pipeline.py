@@ -177,8 +177,10 @@ def _into_current_graph(
     outputs = [tensor.name for tensor in traced.outputs]
     before = len(current.get_operations())
     results = _import(graph, inputs, outputs, scope)
+    imported = current.get_operations()[before:]
+    imported_graphs.keep_order(imported)
     if options.dtype != FLOAT32:
-        kernel_guard.guard_gradients(current.get_operations()[before:])
+        kernel_guard.guard_gradients(imported)
     imported_graphs.give_graphs(with_gradients)
     imported_graphs.note_variables(traced.graph.variables)
     return results
