@@ -43,7 +43,7 @@ def test_registered_functions_can_be_called_until_their_owner_is_gone():
 
 
 def _traced_counter():
-    """A variable, and a graph that doubles it, adds one, which nothing reads, and returns it."""
+    """A variable, and a function that doubles it, returns that, and adds one that nothing reads."""
     counter = tf.Variable(3.0)
 
     @tf.function(autograph=False)
@@ -60,11 +60,12 @@ def _traced_counter():
 def test_imported_ops_keep_their_order_and_run(is_first, monkeypatch):
     counter, traced = _traced_counter()
     (handle,) = (tensor.name for tensor in traced.inputs)
-    acd = tf_private.private("framework.auto_control_deps:_get_resource_inputs")
-    module = inspect.getmodule(acd)
+    resources_of = tf_private.private("framework.auto_control_deps:_get_resource_inputs")
     looked_at = []
     monkeypatch.setattr(
-        module, "_get_resource_inputs", lambda op: looked_at.append(op.type) or acd(op)
+        inspect.getmodule(resources_of),
+        "_get_resource_inputs",
+        lambda op: looked_at.append(op.type) or resources_of(op),
     )
 
     @tf.function(autograph=False)
@@ -80,11 +81,11 @@ def test_imported_ops_keep_their_order_and_run(is_first, monkeypatch):
         imported_graphs.keep_order(graph.get_operations()[before:])
         return value
 
-    for start in (3.0, 10.0):
-        counter.assign(start)
-        start = start if is_first else 5.0
-        assert float(fn()) == 2.0 * start
-        assert float(counter) == 2.0 * start + 1.0
+    for held in (3.0, 10.0):
+        counter.assign(held)
+        doubled = 2.0 * (held if is_first else 5.0)
+        assert float(fn()) == doubled
+        assert float(counter) == doubled + 1.0
     # TensorFlow orders them again only where others came first, which they may depend on.
     assert ("AssignAddVariableOp" in looked_at) is not is_first
 

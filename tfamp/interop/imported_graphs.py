@@ -1,4 +1,4 @@
-"""Private TensorFlow symbols for the loops, functions and variables of an imported graph.
+"""Private TensorFlow symbols for loops, functions, variables and effects of an imported graph.
 
 `tf.graph_util.import_graph_def` copies nodes and definitions. What TensorFlow attaches to those
 that it traces itself, and needs for gradients and for saving, is given to the copies here.
