@@ -1,24 +1,27 @@
 """Measures the first call of a training step of transformers of 4 to 256 layers.
 
     python -m benchmarks.scale [--layers 4 16 64 256] [--way float32 rewrite prepare tune]
-        [--json FILE]
+        [--rounds 1] [--json FILE]
 
 A first call traces the step, converts and optimizes the graph, and runs it once; nothing is
-large but the number of layers. Each way runs in a process of its own. "float32" is a
-`tf.function`, "rewrite" is `tfamp.rewrite` in bfloat16 by lists, which convert on every machine,
-"prepare" is `fit` at level O1, and "tune" compares a step in float32 and by lists. Time is that
-of the processor, which other programs disturb less than the clock; memory is the peak of the
-process over what it held before.
+large but the number of layers. Each way runs in a process of its own, once a round, and the
+table has medians over the rounds, of ratios too. "float32" is a `tf.function`, "rewrite" is
+`tfamp.rewrite` in bfloat16 by lists, which convert on every machine, "prepare" is `fit` at level
+O1, and "tune" compares a step in float32 and by lists. Time is that of the processor, which other
+programs disturb less than the clock; memory is the peak of the process over what it held before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,22 +107,25 @@ def measure(way: str, layers: int) -> FirstCall:
 
 
 def table(calls: Sequence[FirstCall]) -> tables.Table:
-    """The first calls, beside float32's of as many layers."""
-    exact = {call.layers: call for call in calls if call.way == "float32"}
-    rows = []
+    """The medians of first calls, beside float32's of as many layers in the same round."""
+    by_kind: defaultdict[tuple[int, str], list[FirstCall]] = defaultdict(list)
     for call in calls:
-        base = exact.get(call.layers)
-        times = "-" if base is None else f"{call.seconds / base.seconds:.2f}"
-        more = "-" if base is None else f"{call.memory / max(base.memory, 1):.2f}"
+        by_kind[call.layers, call.way].append(call)
+    rows = []
+    for (layers, way), found in by_kind.items():
+        exact = by_kind.get((layers, "float32"), [])
+        pairs = list(zip(found, exact, strict=False))
+        times = [call.seconds / base.seconds for call, base in pairs]
+        more = [call.memory / max(base.memory, 1) for call, base in pairs]
         rows.append(
             (
-                str(call.layers),
-                call.way,
-                f"{call.seconds:.1f}",
-                times,
-                f"{call.memory / 1e6:.0f}",
-                more,
-                "" if base is None else f"{base.nodes:,}",
+                str(layers),
+                way,
+                f"{statistics.median(call.seconds for call in found):.1f}",
+                f"{statistics.median(times):.2f}" if times else "-",
+                f"{statistics.median(call.memory for call in found) / 1e6:.0f}",
+                f"{statistics.median(more):.2f}" if more else "-",
+                f"{exact[0].nodes:,}" if exact else "",
             )
         )
     return tables.Table(
@@ -143,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=1, help="calls of each way (default: 1)")
     parser.add_argument("--json", type=Path, help="a file for what was measured")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -150,14 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(measure(options.one, options.layers[0]))))
         return
     calls: list[FirstCall] = []
-    with reporting("first calls", len(options.layers) * len(options.way)) as progress:
-        for layers in options.layers:
-            for way in options.way:
-                progress(f"{way}, {layers} layers")
-                calls.append(_in_a_process(way, layers))
-                if options.json is not None:
-                    listed = json.dumps([asdict(call) for call in calls], indent=1)
-                    options.json.write_text(listed + "\n", encoding="utf-8")
+    runs = list(itertools.product(options.layers, range(options.rounds), options.way))
+    with reporting("first calls", len(runs)) as progress:
+        for layers, _, way in runs:
+            progress(f"{way}, {layers} layers")
+            calls.append(_in_a_process(way, layers))
+            if options.json is not None:
+                listed = json.dumps([asdict(call) for call in calls], indent=1)
+                options.json.write_text(listed + "\n", encoding="utf-8")
     tables.show([table(calls)])
 
 

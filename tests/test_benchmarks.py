@@ -457,6 +457,20 @@ def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
     assert page.read_text(encoding="utf-8").count("| bert | bfloat16, frozen |") == 1
 
 
+def test_first_calls_of_several_rounds_are_medians_and_compared_within_a_round():
+    times = {"float32": (1.0, 4.0, 2.0), "rewrite": (3.0, 6.0, 2.4)}
+    calls = [
+        scale.FirstCall(way, 4, 100, seconds[number], 10**6, 0.0)
+        for number in range(3)
+        for way, seconds in times.items()
+    ]
+    (exact, rewritten) = scale.table(calls).rows
+    assert exact == ("4", "float32", "2.0", "1.00", "1", "1.00", "100")
+    assert rewritten == ("4", "rewrite", "3.0", "1.50", "1", "1.00", "100")
+    (alone,) = scale.table([call for call in calls if call.way == "rewrite"]).rows
+    assert alone[3] == "-"
+
+
 @pytest.mark.slow
 def test_first_calls_are_measured_in_processes_and_compared_with_float32s(tmp_path, capsys):
     path = tmp_path / "scale.json"
