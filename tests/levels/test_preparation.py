@@ -38,6 +38,17 @@ def assert_near(actual, expected, dtype):
     assert np.abs(np.asarray(actual, "float32") - expected).max() <= bound
 
 
+class Around(keras.Model):
+    """A model around another one, which is not built before it is called."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
 def step_dtypes(model, name="train_step"):
     """The dtypes of the ops in the graph that Keras traces of a step."""
     batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
@@ -170,6 +181,9 @@ def test_a_model_without_variables_yet_is_prepared_for_when_it_has_some(level):
     model = Subclassed()
     with pytest.raises(ValueError, match=r"model\.build\(input_shape\)"):
         tfamp.prepare(model, level="O3", dtype="float16")
+    around = Around(keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
+    with pytest.raises(ValueError, match="is not built, .* also if its layers are built"):
+        tfamp.prepare(around, level="O3", dtype="float16")
     model, optimizer = tfamp.prepare(model, "sgd", level=level, dtype="bfloat16")
     model.compile(optimizer, LOSS)
     assert "bfloat16" in step_dtypes(model)["MatMul"]

@@ -492,8 +492,9 @@ def _level_on_copy(
     """
     if not model.built:
         raise ValueError(
-            f"{model.name} has no weights yet that could be stored in another dtype. Build it "
-            "first: with an Input, with model.build(input_shape), or by calling it once."
+            f"{model.name} is not built, so a copy of it with weights of another dtype cannot be "
+            "made. Build it first, also if its layers are built: with an Input, with "
+            "model.build(input_shape), or by calling it once."
         )
     names = model_structure.quantized_names(layers_of(model))
     if names:  # A copy cannot get their integers, nor their calibration.
