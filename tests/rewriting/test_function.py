@@ -448,6 +448,45 @@ def test_embedding(dtype, weights):
     assert_close(gradient.values, expected.values, dtype, depth=WIDTH)
 
 
+@tf.custom_gradient
+def slope_of_tanh(x):
+    slope = 1 - tf.tanh(x) ** 2
+    return slope, lambda upstream: -2 * upstream * tf.tanh(x) * slope
+
+
+@tf.custom_gradient
+def tanh_with_a_slope_of_its_own(x):
+    return tf.tanh(x), lambda upstream: upstream * slope_of_tanh(x)
+
+
+def _once(x, weights):
+    return tanh_with_a_slope_of_its_own(x @ weights * 0.5)
+
+
+def _twice(x, weights):
+    return _once(_once(x, weights), weights)
+
+
+@pytest.mark.parametrize("fn", [_once, _twice])
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_custom_gradients_that_have_one_of_their_own_are_differentiated_twice(
+    fn, dtype, weights, x
+):
+    def twice(fn):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            first = gradients(fn, x, [weights])[0]
+            norm = tf.reduce_sum(first**2)
+        return first, *outer.gradient(norm, [x, weights])
+
+    fast = tfamp.rewrite(lambda x: fn(x, weights), dtype=dtype)
+    assert_computes_in(dtype, fast.concrete(x))
+    expected = twice(lambda x: fn(x, weights))
+    for found in (twice(fast), tf.function(lambda: twice(fast))()):
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, dtype, depth=4 * WIDTH)
+
+
 @pytest.mark.parametrize("dtype", first_of(DTYPES))
 def test_tapes_around_it_in_a_function_and_inside_and_second_order(dtype, weights, x):
     def fn(x):

@@ -533,6 +533,15 @@ def capture_into_graph(tensor: Tensor) -> Tensor:
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
 
+def captured_in(graph: TFGraph, tensor: Tensor) -> Tensor | None:
+    """Returns the placeholder of a tensor that a traced function captured; None if it did not.
+
+    Symbol: `FuncGraph.captures`.
+    """
+    captures = private_symbol(graph, "captures")
+    return next((inner for outer, inner in captures if outer is tensor), None)
+
+
 def call_at_calls(callback: Callable[[], object], key: str) -> None:
     """Makes every eager call of the function being traced begin with a call of `callback`.
 

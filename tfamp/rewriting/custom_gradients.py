@@ -146,11 +146,19 @@ class _CustomGradient:
         return made.outputs[tensor.value_index]
 
     def _find(self, op: Op, tensor: Tensor, graph: tf.Graph) -> Tensor:
-        """Returns the copy of a tensor of the traced graph, or of a function inlined there."""
+        """Returns the copy of a tensor of the traced graph, or of a function inlined there.
+
+        The trace of a gradient has captured tensors of the trace that it is the gradient of.
+        """
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
+        captured = tf_private.captured_in(self.host.traced, tensor)
+        if captured is not None:
+            return self.host.counterpart(captured.name)
         # Inlined nodes of its function have this prefix.
         prefix = attribute_text(self.node, INLINED_INTO)
+        if not prefix and not self.function:  # Another tensor may have the name.
+            raise KeyError(f"{tensor.name!r} is not of the trace.")
         position = next((i for i, argument in enumerate(graph.inputs) if argument is tensor), None)
         if position is None:
             return op.graph.get_tensor_by_name(f"{prefix}{tensor.name}")

@@ -271,7 +271,10 @@ def _import(
     made = [name for name in dict.fromkeys(outputs) if name not in values]
     loops = [node.name for node in graph.main.nodes if node.op in LOOPS]
     imported = tf.graph_util.import_graph_def(
-        graph.graph_def, input_map=mapped, return_elements=[*made, *loops], name=scope
+        graph.graph_def,
+        input_map=mapped,
+        return_elements=[*made, *loops],
+        name=f"{scope}/" if scope else "",  # The slash says that it is the whole scope.
     )
     nested = any(body.of_types(*LOOPS) for body in graph.functions.values())
     for loop in imported[len(made) :]:
@@ -296,9 +299,10 @@ def in_topological_order(nodes: Sequence[NodeDef]) -> list[NodeDef]:
 
 
 def _free_scope(graph: Graph, host: tf.Graph, inputs: Sequence[str]) -> str:
-    """Returns a name scope for the nodes: "", which keeps their names, unless one is taken."""
+    """Returns a scope for the nodes, from the root: "" keeps their names, if none is taken."""
     fed = {node_name(name) for name in inputs}
     taken = {op.name for op in host.get_operations()}
     if not any(node.name in taken and node.name not in fed for node in graph.main.nodes):
         return ""
-    return f"rewritten_{next(_NUMBERS)}"
+    name, outer = f"rewritten_{next(_NUMBERS)}", tf.get_current_name_scope()
+    return f"{outer}/{name}" if outer else name
