@@ -397,6 +397,25 @@ def custom_gradient_over_tensors_of_the_caller(x, weights):
     return tf.function(scaled)(x @ weights)
 
 
+@tf.custom_gradient
+def thrice_the_gradient_of_a_square(x):
+    return x * x, lambda upstream: 6.0 * upstream * x
+
+
+def custom_gradients_of_results_of_calls(x, weights):
+    product = tf.function(lambda x: x @ weights)
+    both = tf.function(lambda x: (x, product(x)))
+    square = thrice_the_gradient_of_a_square
+    squared = tf.function(lambda x: square(product(x)))
+
+    def body(i, x):
+        return i + 1, 0.2 * square(product(x))
+
+    looped = tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
+    same, result = both(x)
+    return square(same) + square(result) + squared(x) + looped
+
+
 def recomputed(x, weights):
     block = tf.recompute_grad(lambda x: tf.tanh(x @ weights))
     return block(block(x))
@@ -418,6 +437,7 @@ FUNCTIONS = {
     calls_that_stay_calls_with_a_loop_that_reads_a_variable: 8,
     recomputed: 2,
     custom_gradient_over_tensors_of_the_caller: 1,
+    custom_gradients_of_results_of_calls: 4,
 }
 
 

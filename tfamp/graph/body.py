@@ -48,6 +48,8 @@ class Body:
         functions: The functions of the graph by name.
         is_function: Whether it is a function.
         nodes: Its nodes.
+        replaced: What inlining has put in the place of the outputs of calls, by their names. Both
+            are named as in a graph that is traced: "node:1".
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Body:
         self.is_function = hasattr(definition, "node_def")
         self.nodes = definition.node_def if self.is_function else definition.node
         self._fetched = frozenset(map(node_name, kept))
+        self.replaced: dict[str, str] = {}
         self._respelled: dict[str, str] = {}
 
     # ---- Nodes -----------------------------------------------------------------------------------
@@ -216,6 +219,16 @@ class Body:
         starts = [(first, output) for output, first in firsts.items() if first <= port]
         first, output = starts[-1]
         return f"{node.name}:{output}:{port - first}"
+
+    def spelled(self, traced: str) -> str:
+        """Returns the name of a tensor, which is "node:1" in a graph that is traced."""
+        name, _, port = traced.partition(":")
+        node = self.by_name.get(name)
+        return name if node is None else self.tensor(node, int(port))
+
+    def traced(self, tensor: str) -> str:
+        """Returns the name that a tensor would have in a graph that is traced: "node:1"."""
+        return f"{node_name(tensor)}:{max(self.port(tensor), 0)}"
 
     def port(self, tensor: str) -> int:
         """Returns the output port of a tensor; -1 for a wrong name."""

@@ -63,6 +63,8 @@ class Graph:
         graph_def.CopyFrom(self.graph_def)
         copy = Graph(graph_def, self.main.kept)
         copy.weights |= self.weights
+        for body in self.bodies:
+            copy.body(body.scope).replaced |= body.replaced
         return copy
 
     # ---- Bodies ----------------------------------------------------------------------------------
@@ -99,7 +101,9 @@ class Graph:
 
     def copy_function(self, name: str) -> str:
         """Copies a function; returns the name of the copy."""
-        return self.add_function(self.functions[name].definition, name)
+        copied = self.add_function(self.functions[name].definition, name)
+        self.functions[copied].replaced |= self.functions[name].replaced
+        return copied
 
     def put_function(self, definition: FunctionDef) -> None:
         """Adds a copy of a function under its name, instead of one that has the name."""
@@ -156,9 +160,12 @@ class Graph:
         return self
 
     def _read_functions(self) -> None:
+        known = dict(self.functions)
         self.functions.clear()
         for definition in self.graph_def.library.function:
-            self.functions[definition.signature.name] = Body(definition, self.functions)
+            body = self.functions[definition.signature.name] = Body(definition, self.functions)
+            if body.scope in known:
+                body.replaced |= known[body.scope].replaced
 
     # ---- Inlining --------------------------------------------------------------------------------
 

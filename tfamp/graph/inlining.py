@@ -78,6 +78,7 @@ class _Inliner:
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
+        copies: list[_Copy] = []
         nodes: list[NodeDef] = []
         for node in body.nodes:
             function = functions.get(node.name)
@@ -88,6 +89,7 @@ class _Inliner:
             made = list(copy.nodes())
             taken |= {inner.name for inner in made}
             moved |= copy.results
+            copies.append(copy)
             nodes += made
         resolve = functools.partial(_resolve, moved)
         for node in nodes:
@@ -98,6 +100,9 @@ class _Inliner:
         body.replace_nodes(node for node in nodes if node.name not in unused)
         for output, tensor in list(body.returned.items()):
             body.returned[output] = resolve(tensor)
+        for copy in copies:
+            for output, tensor in copy.replaced():
+                body.replaced[output] = body.traced(resolve(tensor))
 
     def _called(self, body: Body, node: NodeDef) -> Body | None:
         """The expanded function to inline for a node; None if the node must stay."""
@@ -186,6 +191,17 @@ class _Copy:
         ends = [self._control(f"^{name}") for name in controls]
         stands_in.input.extend(dict.fromkeys(ends or waits))
         yield stands_in
+
+    def replaced(self) -> Iterator[tuple[str, str]]:
+        """The outputs of the call, and of calls inlined into the function, with what they are now.
+
+        The outputs are named as in a graph that is traced, what they are as in the caller.
+        """
+        function = self._function
+        for port, output in enumerate(self._signature.output_arg):
+            yield f"{self._call.name}:{port}", self._tensor(function.returned[output.name])
+        for inner, tensor in function.replaced.items():
+            yield f"{self._prefix}{inner}", self._tensor(function.spelled(tensor))
 
     def _copied(self, node: NodeDef) -> NodeDef:
         copy = tf.compat.v1.NodeDef()

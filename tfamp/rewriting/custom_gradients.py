@@ -49,6 +49,8 @@ class Host:
         graph: Returns the graph while it exists.
         scope: The name scope of the copies.
         inputs: Names of the tensors that replace the inputs of the trace, by name.
+        replaced: Names of the tensors of the trace that replace the outputs of inlined calls, for
+            each function, "" for the graph itself.
         traced: The `FuncGraph` that was traced.
         options: How gradients are converted.
         convert: Calls a function, converted by options, in the current graph, with counterparts
@@ -58,6 +60,7 @@ class Host:
     graph: weakref.ref[tf.Graph]
     scope: str
     inputs: Mapping[str, str]
+    replaced: Mapping[str, Mapping[str, str]]
     traced: tf.Graph
     options: RewriteOptions
     convert: Callable[
@@ -67,6 +70,7 @@ class Host:
 
     def counterpart(self, name: str) -> Tensor | Op:
         """Returns the copy of a tensor or operation of the trace; KeyError if there is none."""
+        name = self.replaced[""].get(name, name)
         graph, copied = self.graph(), f"{self.scope}/{name}" if self.scope else name
         if graph is None:
             raise KeyError(f"The graph with the copy of {name!r} has been deleted.")
@@ -160,11 +164,13 @@ class _CustomGradient:
         if not prefix and not self.function:  # Another tensor may have the name.
             raise KeyError(f"{tensor.name!r} is not of the trace.")
         position = next((i for i, argument in enumerate(graph.inputs) if argument is tensor), None)
-        if position is None:
-            return op.graph.get_tensor_by_name(f"{prefix}{tensor.name}")
-        if prefix:
-            return op.graph.get_tensor_by_name(f"{argument_name(prefix, position)}:0")
-        return op.graph.inputs[position]
+        if position is not None and not prefix:
+            return op.graph.inputs[position]
+        name = tensor.name if position is None else f"{argument_name('', position)}:0"
+        if not self.function:
+            return self.host.counterpart(f"{prefix}{name}")
+        replaced = self.host.replaced[self.function]
+        return op.graph.get_tensor_by_name(replaced.get(f"{prefix}{name}", f"{prefix}{name}"))
 
 
 def note_dtypes(graph: Graph) -> None:

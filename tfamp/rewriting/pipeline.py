@@ -168,6 +168,7 @@ def _into_current_graph(
         graph=weakref.ref(current),
         scope=scope,
         inputs={name: tensor.name for name, tensor in inputs.items()},
+        replaced={body.scope: body.replaced for body in graph.bodies},
         traced=traced.graph,
         options=options.for_gradients(),
         convert=call_converted,
