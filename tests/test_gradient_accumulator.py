@@ -105,6 +105,27 @@ def test_a_bad_batch_drops_the_window_and_no_other(bad, unscale):
     assert step.experimental_get_tracing_count() <= 2
 
 
+def test_flush_needs_a_micro_batch_before_it_is_traced_or_ends_a_restored_window(tmp_path):
+    def made():
+        optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0))
+        return keras.Variable(0.0), optimizer, accumulator
+
+    weight, optimizer, accumulator = made()
+    with pytest.raises(ValueError, match="before the first micro-batch of this Grad"):
+        tf.function(accumulator.flush)()
+    accumulator.apply_gradients([(optimizer.get_scaled_loss(tf.constant(2.0)), weight)])
+    path = tf.train.Checkpoint(window=accumulator).write(str(tmp_path / "checkpoint"))
+    again, optimizer, restored = made()
+    tf.train.Checkpoint(window=restored).read(path)
+    assert int(restored.count) == 1
+    with pytest.raises(ValueError, match="before the first micro-batch of this Grad"):
+        restored.flush()
+    assert int(restored.count) == 1
+    restored.apply_gradients([(optimizer.get_scaled_loss(tf.constant(4.0)), again)])
+    assert restored.flush()
+    assert float(again) == -3.0
+
+
 @pytest.mark.parametrize("traced", first_of([False, True]), ids=["eager", "function"])
 def test_flush_ends_a_window_early_and_knows_what_was_unscaled_in_each_batch(traced):
     weight = keras.Variable(0.0)

@@ -159,6 +159,26 @@ def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step(trace
     assert int(optimizer.skipped_steps) == 0
 
 
+@pytest.mark.parametrize("traced", first_of([False, True]))
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0])
+def test_a_bad_gradient_that_was_only_looked_at_skips_no_later_step(loss_scale, traced):
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=loss_scale)
+
+    def step(looked_at, gradient):
+        optimizer.get_scaled_loss(1.0)
+        optimizer.get_unscaled_gradients([looked_at])
+        optimizer.get_scaled_loss(1.0)
+        optimizer.apply_gradients([(gradient * loss_scale, weight)])
+
+    step = tf.function(step) if traced else step
+    step(tf.constant(np.inf), tf.constant(0.25))
+    assert float(weight) == 0.75
+    step(tf.constant(1.0), tf.constant(np.inf))
+    assert float(weight) == 0.75
+    assert int(optimizer.skipped_steps) == 1
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_clipping_cannot_hide_an_overflow_in_another_function_neither(traced):
     weight, optimizer = one_weight()

@@ -32,7 +32,8 @@ class GradientAccumulator(tf.Module):
     others is still divided by the full number; and they fail under `MirroredStrategy`.
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
-    `strategy.scope()`. In several functions, a window that ends in one of them leaves the sums
+    `strategy.scope()`. Unless XLA compiles the step, the host reads from the device at every
+    micro-batch whether it ends the window. In several functions, a window that ends in one of them leaves the sums
     of variables that had no gradient when that one was traced for the next window: give zeros
     in place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take
     as much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
@@ -140,10 +141,18 @@ class GradientAccumulator(tf.Module):
             Whether the window had any, a scalar bool tensor.
 
         Raises:
-            ValueError: Called outside a replica.
+            ValueError: Called outside a replica; or before the first micro-batch of this object,
+                in a function that is being traced, or when a checkpoint's window is to end.
         """
         gradient_lib.check_in_replica()
         if not self._sums:
+            if not tf.executing_eagerly() or int(self._count) > 0:
+                raise ValueError(
+                    "flush cannot end a window before the first micro-batch of this "
+                    "GradientAccumulator, as it does not know the variables yet. Call "
+                    "apply_gradients once before flush is traced, or after a checkpoint with an "
+                    "unfinished window was restored."
+                )
             return tf.constant(False)
         return self._end_window_if(self._count > 0)
 

@@ -456,12 +456,13 @@ class LossScaleOptimizer(RestoresInner, keras.optimizers.LossScaleOptimizer):
         if not unscaled and self._divides:
             scale, known = as_tensor(self.dynamic_scale), unscaled is False
             self.scaling_warnings.before_dividing(self, grads, scale, known)
-        if self.rule == FixedLossScale(1.0):
-            unscaled = True
         record, weights = self.gradient_record, self.stored_weights
-        scaled = record.take(grads, weights.targets(variables), unscaled)
+        # Without a scale nothing shows whether these are the gradients that were unscaled.
+        has_scale = self.rule != FixedLossScale(1.0)
+        scaled = record.take(grads, weights.targets(variables), unscaled if has_scale else True)
+        were_unscaled = bool(unscaled) or (has_scale and scaled.divisor is None)
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            scaled, record.finite_before(scaled.divisor), self.grad_clip, self._aggregation()
+            scaled, record.finite_before(were_unscaled), self.grad_clip, self._aggregation()
         )
         for observe in self.gradient_observers:
             observe(grads, variables, scaled.divisor, finite)

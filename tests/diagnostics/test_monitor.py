@@ -275,6 +275,13 @@ def test_steps_can_be_numbered_and_gradients_be_missing_or_sparse():
     assert monitor.history[-1]["step"] == 80
     values = [each["values"] for each in monitor.history[-1]["variables"].values()]
     assert values == [6, 0]
+    # Steps that were never taken have no loss scale.
+    assert monitor.history[0]["loss_scales"] == [[70, 1.0]]
+    monitor.record([(sparse, table), (None, other)], step=95)
+    for _ in range(8):
+        monitor.record([(sparse, table), (None, other)])
+    assert monitor.history[-1]["step"] == 100
+    assert monitor.history[-1]["loss_scales"] == [[95, 1.0]]
 
 
 def test_tensorboard_reads_scalars_and_histograms(tmp_path):

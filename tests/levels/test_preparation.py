@@ -341,6 +341,22 @@ def test_keep_float32_takes_names_patterns_classes_and_layers():
     assert {x.compute_dtype for x in leaves(model.layers[1])} == {"float32"}
 
 
+def test_of_layers_with_one_name_those_are_kept_that_were_named():
+    blocks = [
+        keras.Sequential([keras.Input((4,)), layers.Dense(4, name="d")], name=name) for name in "ab"
+    ]
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(blocks[1](blocks[0](inputs))))
+    model, _ = tfamp.prepare(model, level="O2", dtype="bfloat16", keep_float32="a/d")
+    assert [block.layers[0].compute_dtype for block in blocks] == ["float32", "bfloat16"]
+    settings = tfamp.precision_settings(model)
+    assert settings.keep_float32 == ("a/d",)
+    assert [row.why == "keep_float32" for row in settings.layers if row.path in ("a/d", "b/d")] == [
+        True,
+        False,
+    ]
+
+
 def test_kept_layers_are_float32_in_the_graphs_of_o1_and_stored_so_at_o3():
     model = compiled("sequential")
     tfamp.prepare(model, level="O1", dtype="bfloat16", keep_float32=[layers.Dense])
@@ -434,6 +450,11 @@ def test_a_wrapped_optimizer_is_not_wrapped_again():
     assert changed is not given
     assert changed.inner_optimizer is inner
     assert tfamp.prepare(KINDS["sequential"](), given, level="O0")[1] is inner
+    # What it does in float32 too stays.
+    clipped = tfamp.LossScaleOptimizer(inner, initial_scale=64.0, grad_clip=0.5)
+    _, kept = tfamp.prepare(KINDS["sequential"](), clipped, level="O0")
+    assert kept.grad_clip == clipped.grad_clip
+    assert (float(kept.loss_scale), kept.inner_optimizer) == (1.0, inner)
     # Keras's own is replaced, and its scale goes on.
     given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0, dynamic_growth_steps=7)
     _, optimizer = tfamp.prepare(KINDS["sequential"](), given, level="O2", dtype="float16")

@@ -96,11 +96,27 @@ def test_what_cannot_be_measured_is_an_error_of_the_caller(dtype, error, monkeyp
 
 def test_nothing_is_timed_where_it_was_not_asked_for(monkeypatch):
     monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
-    before = tf.config.get_soft_device_placement()
-    # The GPU is not there: TensorFlow's soft placement would take the CPU instead.
+    # Other threads run while it measures: what holds for the process stays as it is.
+    changed = []
+    monkeypatch.setattr(tf.config, "set_soft_device_placement", changed.append)
+    # The GPU is not there: TensorFlow's soft placement takes the CPU instead.
     with pytest.raises(tf.errors.OpError, match="GPU"):
         measure()
-    assert tf.config.get_soft_device_placement() == before
+    assert not changed
+
+
+def test_a_dtype_that_runs_on_another_device_has_no_kernel(monkeypatch):
+    multiply = tf.raw_ops.MatMul
+
+    class Elsewhere:
+        device = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+    def placed(a, b, **options):
+        return Elsewhere() if a.dtype == tf.bfloat16 else multiply(a=a, b=b, **options)
+
+    monkeypatch.setattr(tf.raw_ops, "MatMul", placed)
+    speeds = measure().peaks["matmul"]
+    assert speeds["bfloat16"] / speeds["float32"] == pytest.approx(NO_KERNEL, rel=0.2)
 
 
 def test_it_waits_for_the_measured_device_only(monkeypatch):

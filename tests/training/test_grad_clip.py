@@ -133,6 +133,19 @@ def test_rows_of_a_sparse_gradient_with_one_index_count_as_their_sum():
     assert_close(table.numpy(), expected, "float32", depth=2)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_many_low_rows_of_a_sparse_gradient_are_added_up_in_float32(dtype):
+    # Ones add up to 256 in bfloat16; hundreds overflow float16.
+    value = 1.0 if dtype == "bfloat16" else 256.0
+    table = keras.Variable(np.zeros((4, 1)), dtype=dtype)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=1.0, grad_clip=1.0)
+    rows = tf.zeros([1024], tf.int32)
+    slices = tf.IndexedSlices(tf.fill((1024, 1), tf.cast(value, dtype)), rows, tf.constant([4, 1]))
+    optimizer.apply_gradients([(slices, table)])
+    assert float(optimizer.last_gradient_norm) == 1024 * value
+    assert table.numpy().astype("float32").ravel().tolist() == [-1.0, 0.0, 0.0, 0.0]
+
+
 def test_fit_save_and_load(tmp_path):
     x, y = data()
     model = small_model()

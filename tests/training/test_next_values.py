@@ -290,3 +290,17 @@ def test_replicas_take_the_largest(user, two_replicas):
     copies = strategy.experimental_local_results(amax.value)
     assert [copy.numpy().tolist() for copy in copies] == [[232.5, 4.0]] * 2
     assert float(weight.numpy()) == 0.25
+
+
+@pytest.mark.parametrize("name", ["Nadam", "Adam"])
+def test_momenta_go_on_beside_next_values_as_in_keras(name):
+    found = []
+    for wrap in (lambda inner: inner, lambda inner: tfamp.LossScaleOptimizer(inner, loss_scale=1)):
+        weight, amax = keras.Variable([1.0, -2.0]), marked(0.0)
+        optimizer = wrap(getattr(keras.optimizers, name)(0.01))
+        for step in range(5):
+            gradient = tf.constant([1.0, 0.5]) * (step + 1)
+            optimizer.apply_gradients([(gradient, weight), (tf.constant(2.0), amax)])
+        assert float(amax) == 2.0
+        found.append(np.asarray(weight))
+    np.testing.assert_allclose(*found, rtol=1e-6)

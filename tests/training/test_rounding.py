@@ -152,6 +152,22 @@ def test_the_random_words_are_uniform_and_differ_by_step_and_tensor():
     assert np.abs(following).max() < 5 / 2**8
 
 
+@pytest.mark.parametrize("compiled", first_of([True, False]))
+@pytest.mark.parametrize("dtype", LOW)
+def test_every_nan_stays_one(dtype, compiled):
+    # The first is what GPUs make of 0/0; the second has nothing in its upper half.
+    bits = [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFF800001, 0x7FC00000, 0xFFC00000]
+    values = tf.bitcast(tf.constant(np.array(bits, "uint32")), tf.float32)
+    most = tf.fill([len(bits)], tf.constant(2**32 - 1, tf.uint32))
+    ways = [
+        lambda values: rounding.nearest(values, dtype),
+        lambda values: rounding.stochastic(values, dtype, most),
+    ]
+    for way in ways:
+        rounded = tf.function(way, jit_compile=compiled)(values)
+        assert np.isnan(rounded.numpy().astype("float32")).all()
+
+
 @pytest.mark.slow
 def test_split_rebuilds_every_lower_half_of_every_exponent():
     upper = np.concatenate([np.arange(256) << 7, (np.arange(256) << 7) + 127, [0x3F81, 0xBF82]])
@@ -167,9 +183,9 @@ def test_split_keeps_the_nearest_number_and_nan():
     bits = np.random.default_rng(1).integers(0, 2**32, 10**5, dtype=np.uint32)
     values = float32(bits)
     nan = np.isnan(values)
-    values[nan] = np.nan  # Of the kind that arithmetic makes.
     weight = rounding.widened(rounding.split(tf.constant(values))[0]).numpy()
     assert np.isnan(weight[nan]).all()
+    assert np.isnan(rounding.joined(*rounding.split(tf.constant(values[nan])))).all()
     values, weight = values[~nan], weight[~nan]
     below, above = neighbours(values, "bfloat16")
     finite = np.isfinite(below) & np.isfinite(above)

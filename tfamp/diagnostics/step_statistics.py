@@ -86,9 +86,9 @@ class StepStatistics:
         self._every = every
         self._remembered = remembered
         self._step = _local_variable(np.int64(start))
-        # Loss scale of each step, and the number of steps skipped before it. One variable, as
-        # it is written at every step.
-        self._past = _local_variable(np.zeros((remembered, 2)))
+        # Number of a step, its loss scale, and the number of steps skipped before it. One
+        # variable, as it is written at every step.
+        self._past = _local_variable(np.zeros((remembered, 3)))
         # For optimizers that do not count skipped steps.
         self._skipped = _local_variable(np.int64(skipped))
         self._consecutive = _local_variable(np.int64(0))
@@ -143,7 +143,7 @@ class StepStatistics:
         scale, divisor = tf.cast(scale, tf.float64), tf.cast(divisor, tf.float64)
         places: np.ndarray = np.arange(self._remembered, dtype="int64")
         here = tf.equal(places, (step - 1) % self._remembered)
-        now = tf.stack([scale, tf.cast(skipped_before, tf.float64)])
+        now = tf.stack([tf.cast(step, tf.float64), scale, tf.cast(skipped_before, tf.float64)])
         self._past.assign(tf.where(here[:, None], now, self._past))
 
         def sample() -> None:
@@ -171,12 +171,19 @@ class StepStatistics:
         return int(_replicas(self._skipped)[0]), int(_replicas(self._consecutive)[0])
 
     def past(self, first: int, last: int) -> list[PastStep]:
-        """Returns the remembered steps from `first` to `last`, at most the last taken."""
+        """Returns the remembered steps from `first` to `last`, at most the last taken.
+
+        Steps that were not taken, as `set_step` skipped them, are left out.
+        """
         rows = _replicas(self._past)[0]
         first = max(first, last - self._remembered + 1)
         steps = range(first, last + 1)
         places = ((step, rows[(step - 1) % self._remembered]) for step in steps)
-        return [(step, float(scale), int(skipped)) for step, (scale, skipped) in places]
+        return [
+            (step, float(scale), int(skipped))
+            for step, (taken, scale, skipped) in places
+            if taken == step
+        ]
 
 
 def count_values(tensors: Sequence[Tensor], bound: Tensor, second_bound: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import functools
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -68,13 +69,13 @@ _DEFAULT_LEVEL: Any = _Default("O2")
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A prepared model's level, the names of the layers kept in float32, and its rewriting.
+    """A prepared model's level, the layers kept in float32, and its rewriting.
 
     `own_jit_compile` is the model's value where the level has another one.
     """
 
     level: EffectiveLevel
-    kept: tuple[str, ...]
+    kept: tuple[weakref.ref[Layer], ...]
     rewrite: Rewrite | None
     own_jit_compile: bool | None = None
 
@@ -302,8 +303,9 @@ def precision_settings(model: Any) -> PrecisionSettings:
     record = _prepared.get(model)
     if record is None:
         return settings_of(model, None)
-    kept = tuple(layer for layer in layers_of(model) if layer.name in record.kept)
-    return settings_of(model, record.level, kept, record.rewrite)
+    kept = {id(reference()) for reference in record.kept}
+    layers = tuple(layer for layer in layers_of(model) if id(layer) in kept)
+    return settings_of(model, record.level, layers, record.rewrite)
 
 
 def _check_model(model: Model, caller: str) -> None:
@@ -409,8 +411,8 @@ def _finish(
     prepared_optimizer.wrap_compile(model, level)
     own_jit_compile = _put_jit_compile(model, level)
     model_structure.drop_traced_functions(model)
-    names = tuple(layer.name for layer in kept)
-    _prepared.set(model, _Record(level, names, rewrite, own_jit_compile))
+    references = tuple(map(weakref.ref, kept))
+    _prepared.set(model, _Record(level, references, rewrite, own_jit_compile))
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
     is_low = any(layer.compute_dtype in LOW_PRECISION for layer in layers)
     if level.level in ("O2", "O3") and model.built and not is_low:

@@ -211,9 +211,9 @@ def wrapped(
 
     Returns a `LossScaleOptimizer` around an inner optimizer, by default the innermost of the
     argument, or the inner one if the level needs no loss scale, no clipping and no master
-    weights. A wrapper with equal settings is returned; a new one continues the scale and
-    counters of the former one. Raises a ValueError if both the optimizer and the level scale
-    losses or clip gradients.
+    weights, and a user's wrapper neither clips nor sends in a dtype of its own. A wrapper with
+    equal settings is returned; a new one continues the scale and counters of the former one.
+    Raises a ValueError if both the optimizer and the level scale losses or clip gradients.
     """
     inner = innermost(optimizer) if inner is None else inner
     rule, config = level.optimizer_rule, level.config
@@ -225,7 +225,14 @@ def wrapped(
         "aggregate_in": None,
     }
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    if is_wrapper and not _made_here.get(optimizer) and level.level != "O0":
+    is_users = is_wrapper and not _made_here.get(optimizer)
+    if is_users and level.level == "O0":
+        # It needs no loss scale, but what it does in float32 too.
+        for name in ("grad_clip", "aggregate_in"):
+            features[name] = features[name] or getattr(optimizer, name)
+        if any(features[name] for name in ("grad_clip", "aggregate_in")):
+            rule = rule or FixedLossScale(1.0)
+    elif is_users:
         # A user's wrapper keeps its features and, unless another is chosen, its rule.
         features = {name: value or getattr(optimizer, name) for name, value in features.items()}
         if not features["master_weights"] and config.master_weights is False:

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.device_names import device_kind_of
 from tfamp.core.kinds import Tensor
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
 from tfamp.interop import tf_private
@@ -90,11 +91,19 @@ class Work:
         """Times the work once in all dtypes, and finds out which have a kernel."""
         for dtype in self.dtypes:
             try:
-                self.best[dtype] = together(self.make(dtype), 1, tf.raw_ops.SyncDevice)
+                taken, device = _first_run(self.make(dtype))
             except tf.errors.OpError as error:
                 lacks_memory = isinstance(error, tf.errors.ResourceExhaustedError)
                 if dtype == self.dtypes[0] or lacks_memory:
                     raise  # Otherwise this dtype has no kernel on this device.
+                continue
+            # TensorFlow's soft placement runs an op on the CPU that has no kernel on a GPU.
+            wanted = tf_private.device_kind_in_force()
+            if not wanted or device_kind_of(device) == wanted:
+                self.best[dtype] = taken
+            elif dtype == self.dtypes[0]:
+                text = f"{self.op} has no {dtype} kernel on this {wanted.upper()}, or there is none"
+                raise tf.errors.UnimplementedError(None, None, text)
 
     def time_again(self) -> None:
         """Times the work in the dtypes that have a kernel."""
@@ -151,14 +160,8 @@ def let_memory_grow() -> None:
 
 def _measure(device: str, seconds: float) -> MachineProfile:
     let_memory_grow()
-    # Then an op without a kernel on the device is an error instead of running on the CPU.
-    before = tf.config.get_soft_device_placement()
-    tf.config.set_soft_device_placement(False)
-    try:
-        with tf.device(f"{device.upper()}:0"):
-            timed = _timed(works(**SIZES[device]), seconds)
-    finally:
-        tf.config.set_soft_device_placement(before)
+    with tf.device(f"{device.upper()}:0"):
+        timed = _timed(works(**SIZES[device]), seconds)
     usual = builtin_profile(device)
     peaks = {kind: _peaks([work for work in timed if work.kind == kind]) for kind in KINDS}
     return MachineProfile(
@@ -184,6 +187,13 @@ def _timed(to_time: Iterable[Work], seconds: float) -> list[Work]:
             work.time_again()
         rounds += 1
     return timed
+
+
+def _first_run(run: Callable[[], Tensor]) -> tuple[float, str]:
+    """Seconds of a run, and the device that it ran on."""
+    made: list[Tensor] = []
+    seconds = together(lambda: made.append(run()), 1, tf.raw_ops.SyncDevice)
+    return seconds, str(made[0].device)
 
 
 def _rate(timed: Iterable[Work]) -> float:

@@ -111,7 +111,8 @@ def tune(
             convolutions, without loops, that compile within `seconds`. The report says what was
             left out, and why: XLA cannot compile it, or the function has a `jit_compile`.
         max_error: Largest error of the outputs against float32's for a candidate to be chosen;
-            see `TuneRow.error`. With None results must only be finite where float32's are.
+            see `TuneRow.error`. It is measured with the choice: a kept choice is not checked on
+            other data. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
         seconds: After so many no round begins, except the first, and the second where float32,
             or what level "auto" takes, may be the fastest. No further candidate is compiled as a

@@ -25,7 +25,8 @@ To add an update rule, write an `_UpdateRule` and enter it in `_UPDATE_RULES` un
   ones, the second what the first stored, or computed where it is stored in 16 bits. Products go
   through `times`, so that every storage format has the same bits.
 - **Who ends the step.** `fused_update`: it calls `advance` and counts the iteration, once, after
-  all updates, and neither where Keras applies the rest of the gradients and does so itself.
+  all updates. Where Keras applies the rest of the gradients it counts, and advances, unless the
+  rest is values that overwrite their variables, with which it does not.
 """
 
 from __future__ import annotations
@@ -92,10 +93,12 @@ def fused_update(
     fused, others = gradients.split(fits)
     if fused.values:
         _update_in_one_pass(optimizer, rule, fused.summed_over_replicas(), chance)
+    # Keras does so with the rest of the weights, if there are any.
+    only_next_values = fused.values and all(map(is_next_value, others.variables))
+    if rule.advance is not None and (only_next_values or not others.values):
+        rule.advance(optimizer)
     if others.values:
         return others
-    if rule.advance is not None:
-        rule.advance(optimizer)
     iterations = native(keras_hooks.step_counter(optimizer))
     # In the replica's own copy, like every other assignment here.
     one = tf.constant(1, iterations.dtype)

@@ -313,7 +313,7 @@ def _distinct_rows(gradient: Tensor) -> Tensor:
     if isinstance(gradient, tf.IndexedSlices):
         _, rows = tf.unique(gradient.indices)
         # A static number of rows; those beyond the distinct ones are zero.
-        return widened(tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(rows)))
+        return tf.math.unsorted_segment_sum(widened(gradient.values), rows, tf.size(rows))
     return widened(gradient)
 
 

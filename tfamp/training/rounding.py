@@ -15,8 +15,10 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.core.kinds import DType, Tensor
 
-# Of the bits of a float32 number: half of the last bit that bfloat16 keeps, and masks.
+# Of the bits of a float32 number: half of the last bit that bfloat16 keeps, the one that makes a
+# NaN quiet, and masks.
 _HALF = 1 << 15
+_QUIET = 1 << 22
 _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 # LLVM splits shorter rows into a vector and a remainder. As many float32 numbers as 512 bits hold.
@@ -27,12 +29,11 @@ def nearest(value: Tensor, dtype: DType) -> Tensor:
     """Rounds float32 to float16, ties to even, or bfloat16, ties away from zero.
 
     With ties away from zero the difference fits into 16 bits, as `split` needs; with ties to
-    even an even number is the nearest one to 2**16 + 1 float32 numbers. NaNs made by arithmetic
-    are propagated.
+    even an even number is the nearest one to 2**16 + 1 float32 numbers. A NaN stays one.
     """
     if tf.as_dtype(dtype) != tf.bfloat16:
         return tf.cast(value, dtype)
-    return _upper_half(_bits(value) + _unsigned(_HALF))
+    return _rounded(_bits(value), _unsigned(_HALF))
 
 
 def stochastic(value: Tensor, dtype: DType, words: Tensor) -> Tensor:
@@ -40,8 +41,7 @@ def stochastic(value: Tensor, dtype: DType, words: Tensor) -> Tensor:
 
     The probability of a neighbour is proportional to the distance from the other one.
     Representable numbers, inf included, are exact; beyond the largest finite number it rounds
-    to nearest. NaNs made by arithmetic are propagated. `words` are uniform uint32 numbers, one
-    per element.
+    to nearest, and a NaN stays one. `words` are uniform uint32 numbers, one per element.
 
     Source: Zamirai et al., "Revisiting BFloat16 Training", 2020, which rounds
     bfloat16 weights so.
@@ -56,7 +56,7 @@ def _stochastic_bfloat16(value: Tensor, words: Tensor) -> Tensor:
     bits = _bits(value)
     last = _unsigned(0x7F7F0000)  # the largest finite bfloat16
     inside = _and(bits, _MAGNITUDE) < last
-    return _upper_half(bits + tf.where(inside, _shifted(words, 16), _unsigned(_HALF)))
+    return _rounded(bits, tf.where(inside, _shifted(words, 16), _unsigned(_HALF)))
 
 
 def _stochastic_float16(value: Tensor, words: Tensor) -> Tensor:
@@ -76,14 +76,17 @@ def _stochastic_float16(value: Tensor, words: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits float32 into the nearest bfloat16 number and the int16 difference of the bits."""
+    """Splits float32 into the nearest bfloat16 number and the int16 difference of the bits.
+
+    A NaN is split into a NaN and a difference that leave one, but not the same bits.
+    """
     # The lower half is negative where the weight was rounded up.
     lower = _narrowed(_and(_bits(master), 0xFFFF))
     return nearest(master, "bfloat16"), tf.bitcast(lower, tf.int16)
 
 
 def joined(weight: Tensor, difference: Tensor) -> Tensor:
-    """Inverts `split`, bit for bit."""
+    """Inverts `split`, bit for bit but for NaN."""
     offset = tf.bitcast(tf.cast(difference, tf.int32), tf.uint32)
     return tf.bitcast(_raised(weight) + offset, tf.float32)
 
@@ -153,6 +156,16 @@ def _shifted(bits: Tensor, places: int) -> Tensor:
 def _upper_half(bits: Tensor) -> Tensor:
     """The bfloat16 numbers in the upper halves of patterns."""
     return tf.bitcast(_narrowed(_shifted(bits, 16)), tf.bfloat16)
+
+
+def _rounded(bits: Tensor, added: Tensor) -> Tensor:
+    """The bfloat16 numbers in the upper halves of patterns, after an addition.
+
+    That could carry the pattern of a NaN over into zero's, as of the NaN that GPUs make.
+    """
+    is_nan = _and(bits, _MAGNITUDE) > _unsigned(_EXPONENT)
+    quiet = tf.bitwise.bitwise_or(bits, _unsigned(_QUIET))
+    return _upper_half(tf.where(is_nan, quiet, bits + added))
 
 
 def _narrowed(bits: Tensor) -> Tensor:

@@ -142,9 +142,12 @@ class GradientRecord:
         """Whether all gradients unscaled since the last step were finite, a bool tensor."""
         return ops.logical_not(self.nonfinite.is_set)
 
-    def finite_before(self, divisor: Tensor) -> Tensor:
-        """Whether gradients that `take` returned with a divisor were finite, if unscaled."""
-        if divisor is None:
+    def finite_before(self, were_unscaled: bool) -> Tensor:
+        """Whether gradients that `take` returned were finite when they were unscaled.
+
+        `were_unscaled` says that they surely were; otherwise the mark shows it.
+        """
+        if were_unscaled:
             return self.all_finite
         return ops.logical_or(self.all_finite, ops.logical_not(self.unscaled.is_set))
 
