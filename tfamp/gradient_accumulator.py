@@ -33,12 +33,12 @@ class GradientAccumulator(tf.Module):
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
     `strategy.scope()`. Unless XLA compiles the step, the host reads from the device at every
-    micro-batch whether it ends the window. In several functions, a window that ends in one of them leaves the sums
-    of variables that had no gradient when that one was traced for the next window: give zeros
-    in place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums take
-    as much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
-    "Gradients" of variables with `overwrite_with_gradient`, as in Keras's float8 layers, are
-    their next values: the update takes the largest of the window.
+    micro-batch whether it ends the window. In several functions, a window that ends in one of them
+    leaves the sums of variables that had no gradient when that one was traced for the next window:
+    give zeros in place of None. `tf.train.Checkpoint` saves it, with an unfinished window. The sums
+    take as much memory as float32 gradients; a sparse gradient is added to its rows of a dense sum.
+    "Gradients" of variables with `overwrite_with_gradient`, as in Keras's float8 layers, are their
+    next values: the update takes the largest of the window.
 
     Source: `no_sync` and division by the number of micro-batches in PyTorch.
 
