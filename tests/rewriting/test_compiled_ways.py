@@ -178,6 +178,25 @@ def test_ops_decide_whether_it_is_tried_unless_it_is_asked_for(timed):
     assert reason.endswith("longer than seconds=0")
 
 
+def test_convolutions_of_sequences_are_compiled_with_their_gradients(timed):
+    timed.update({"float32": 2.0, "lists": 2.0, "float32_xla": 1.0})
+    filters = tf.Variable(tf.random.stateless_normal((5, 4, 4), (1, 2)))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.reduce_sum(
+                tf.nn.conv1d(tf.nn.conv1d(x, filters, 1, "SAME"), filters, 1, "SAME") ** 2
+            )
+        return tape.gradient(value, [x, filters])
+
+    x = tf.random.stateless_normal((2, 16, 4), (3, 4))
+    report = tfamp.tune(step, x, **OPTIONS)
+    assert report.chosen.candidate == "xla"
+    for found, expected in zip(report.best(x), step(x), strict=True):
+        assert_close(found, expected, "float32", depth=320)
+
+
 @pytest.mark.parametrize("chosen", [True, False])
 def test_a_function_with_a_jit_compile_keeps_it(chosen, weights, x, timed):
     timed.update({"float32": 2.0, "float32_xla": 2.0, "lists": 1.0, "lists_xla": 1.0})

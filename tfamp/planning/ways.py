@@ -21,11 +21,13 @@ _XLA = "xla"
 
 # A whole step that has more convolutions per product takes longer compiled by XLA for a CPU,
 # whose convolutions are slower than oneDNN's: resnet50 1.5 times as long, unet 1.4. A vision
-# transformer, with one in its patches, takes 1.2 times less. See docs/benchmarks.md.
+# transformer, with one in its patches, takes 1.2 times less, and so do convolutions along one
+# axis, of sequences: 1.05 and 1.4 times on two CPUs. See docs/benchmarks.md.
 _MOST_CONVOLUTIONS = 1 / 8
-# For a CPU XLA takes some milliseconds to compile an op: 4.7 s for the 1,322 of a transformer's
-# train step on two cores.
-_SECONDS_PER_OP = 4e-3
+# For a CPU XLA takes about a millisecond to compile an op: on two cores a first call took 3 s
+# longer than without XLA for the 2,576 ops of BERT's train step, and for the 2,410 of another
+# transformer's.
+_SECONDS_PER_OP = 1.5e-3
 _PRODUCTS = ("MatMul", "BatchMatMul", "Einsum")
 _LOOPS = ("While", "StatelessWhile")
 
@@ -98,7 +100,9 @@ def why_not_here(way: Way, *, xla_works: bool, why_not_compiled: str) -> str:
     return why_not_compiled if way.is_compiled else ""
 
 
-def why_not_worth_it(way: Way, device: str, ops: Mapping[str, int], seconds: float) -> str:
+def why_not_worth_it(
+    way: Way, device: str, ops: Mapping[str, int], seconds: float, along_one_axis: int = 0
+) -> str:
     """Why measuring a compiled way would be a waste of time; "" if it may be the fastest.
 
     On accelerators compiled steps lead, so all are tried.
@@ -108,6 +112,7 @@ def why_not_worth_it(way: Way, device: str, ops: Mapping[str, int], seconds: flo
         device: Kind of the device.
         ops: Number of ops of each type in the float32 graph.
         seconds: How long measuring may take.
+        along_one_axis: Number of convolutions among the ops whose filters have one axis.
 
     Example:
         >>> ops = {"Conv2D": 20, "Conv2DBackpropFilter": 20, "MatMul": 3}
@@ -116,7 +121,7 @@ def why_not_worth_it(way: Way, device: str, ops: Mapping[str, int], seconds: flo
     """
     if not way.is_compiled or device != "cpu":
         return ""
-    convolutions = sum(count for op, count in ops.items() if "Conv" in op)
+    convolutions = sum(count for op, count in ops.items() if "Conv" in op) - along_one_axis
     products = sum(count for op, count in ops.items() if op.startswith(_PRODUCTS))
     if convolutions > _MOST_CONVOLUTIONS * products:
         return f"{convolutions} convolutions, which XLA makes slower on a CPU"

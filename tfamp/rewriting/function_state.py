@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.kinds import Handle, Nest, Trace
+from tfamp.core.kinds import Handle, Nest, Op, Trace
 from tfamp.graph.graph import Graph
 from tfamp.graph.observe import held_variables, put_back
 from tfamp.interop import keras_hooks, tf_private
 
+# In the names of TensorFlow's ops for convolutions over two axes, gradients included. Those of
+# sequences have an axis of length 1.
+_CONVOLVES = "Conv2D"
 _VARIABLE = "tensorflow::Var"
 _TABLE = "tensorflow::lookup::LookupInterface"
 _TABLE_WRITES = ("LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemoveV2")
@@ -91,6 +94,17 @@ def ops_of(trace: Trace) -> set[str]:
 def op_counts(trace: Trace) -> Counter[str]:
     """Counts the ops of each type in the graph of a concrete function and called functions."""
     return Counter(node.op for node in Graph(trace.graph.as_graph_def()).nodes)
+
+
+def convolutions_along_one_axis(trace: Trace) -> int:
+    """Counts the convolutions in the graph of a concrete function whose filters have one axis."""
+    return sum(_has_one_axis(op) for op in trace.graph.get_operations() if _CONVOLVES in op.type)
+
+
+def _has_one_axis(convolution: Op) -> bool:
+    makes_filter = convolution.type.endswith("Filter")
+    shape = (convolution.outputs[0] if makes_filter else convolution.inputs[1]).shape
+    return shape.rank is not None and list(shape[:2]).count(1) == 1
 
 
 def drawing_ops(traces: Iterable[Trace]) -> tuple[str, ...]:

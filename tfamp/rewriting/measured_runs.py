@@ -285,7 +285,8 @@ def _graphs(
     for candidate in candidates:
         if runs and candidate.device:
             ops = function_state.op_counts(runs[0].trace)
-            why_not = why_not_worth_it(candidate.way, candidate.device, ops, limits.seconds)
+            narrow = function_state.convolutions_along_one_axis(runs[0].trace)
+            why_not = why_not_worth_it(candidate.way, candidate.device, ops, limits.seconds, narrow)
             if why_not:
                 left_out[candidate.name] = why_not
                 continue
