@@ -373,6 +373,22 @@ def test_a_termination_is_one_line_and_leaves_nothing(run, src, tmp_path, monkey
     assert not any(tmp_path.iterdir())
 
 
+def test_a_termination_after_the_copy_says_what_is_written(run, src, tmp_path, monkeypatch):
+    report = tmp_path / "report.txt"
+    report.write_text("before")
+
+    def stop(plan):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    monkeypatch.setattr(tfamp.graph.RewritePlan, "to_text", stop)
+    dst = tmp_path / "low"
+    code, _, err = run("rewrite", src, dst, "--dtype", "bfloat16", "--report", report)
+    assert (code, err) == (1, f"tfamp: error: interrupted; {dst} is written\n")
+    assert dst.is_dir()
+    assert report.read_text() == "before"
+
+
 @pytest.mark.parametrize("freeze", [[], ["--freeze"]])
 def test_calibration_data_is_taken_by_name_and_has_to_fit(run, tmp_path, freeze):
     src, data = saved_models.overflowing(tmp_path / "src"), tmp_path / "data.npz"

@@ -27,6 +27,7 @@ from tfamp.core.dtypes import LOW_PRECISION, dtype_by_other_name
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.messages import spelled_by
 from tfamp.core.options import checked_number
+from tfamp.machine.file_replacing import replace_text
 
 # As of a command that SIGPIPE ends, 128 + 13; Windows has no such signal.
 _BROKEN_PIPE = 141
@@ -77,7 +78,8 @@ def _main(argv: Sequence[str] | None) -> int:
     except (ImportError, TfampError, ValueError) as error:
         print(f"tfamp: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("tfamp: error: interrupted; nothing was written", file=sys.stderr)
+        written = getattr(args, "written", "nothing was written")
+        print(f"tfamp: error: interrupted; {written}", file=sys.stderr)
     return 1
 
 
@@ -229,6 +231,7 @@ def _rewrite(args: argparse.Namespace) -> int:
         bound=args.bound,
         data=args.data,
     )
+    args.written = f"{args.dst} is written"
     old, new = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary
     print(f"wrote    {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
@@ -244,7 +247,7 @@ def _rewrite(args: argparse.Namespace) -> int:
             print(f"float32  {scope}")
     if args.report is not None:
         text = getattr(plan, _REPORTS[args.report.suffix])()
-        args.report.write_text(text, encoding="utf-8")
+        replace_text(args.report, text)
         print(f"report   {args.report}")
     return 0
 

@@ -378,3 +378,27 @@ def test_a_policy_map_is_left_alone():
         raise KeyError("inside")
     assert layer.dtype_policy is policies
     assert not list(policies)
+
+
+def test_a_model_at_level_o1_is_compared_with_float32_and_not_with_its_autocast():
+    made = [L.Dense(4, kernel_initializer="ones", name="big"), L.Dense(1, name="small"), L.ReLU()]
+    model = keras.Sequential([keras.Input((1,)), *made])
+    x = tf.constant([[3e5]])
+    expected = compare(model, x, dtype="float16", bound=0.01)
+    exact = np.asarray(model(x))
+    model, _ = tfamp.prepare(model, level="O1", dtype="float16")
+    found = compare(model, x, dtype="float16", bound=0.01)
+    assert (found.worst.layer, found.output_error) == (expected.worst.layer, math.inf)
+    assert found.keep_float32 == expected.keep_float32
+    assert np.isfinite(exact).all()
+    assert not np.isfinite(np.asarray(model(x))).all(), "its own calls are autocast as before"
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_the_page_has_a_heading_for_each_column(policy):
+    with tfamp.policy_scope(policy):
+        model = keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(2)])
+    page = compare(model, tf.ones((1, 4)), dtype="float16")._repr_html_()
+    rows = [len(re.findall("<t[hd]", row)) for row in re.findall("<tr.*?</tr>", page, re.DOTALL)]
+    assert len(rows) >= 3
+    assert set(rows) == {8 if policy == "float32" else 9}

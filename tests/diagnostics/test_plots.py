@@ -1,6 +1,7 @@
 """Pictures: what is drawn, that nothing global is touched, what is said where they cannot be."""
 
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -131,3 +132,16 @@ def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     for plot in (plot_loss_scale, plot_exponents):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
             plot(HISTORY)
+
+
+@pytest.mark.parametrize("scale", [math.inf, 0.0])
+def test_scales_that_kerass_optimizer_lets_go_beyond_float32_are_drawn(scale, tmp_path):
+    records = [made_record(step=step, counts={-4: 1}, scale=1.0) for step in (10, 20)]
+    records[1] |= {"loss_scale": scale, "loss_scales": [[11, scale]], "suggested_scale": None}
+    path = tmp_path / "log.jsonl"
+    plain = [json.loads(json.dumps(each), parse_constant=lambda name: None) for each in records]
+    path.write_text("".join(json.dumps(record) + "\n" for record in plain))
+    for history in (records, path):
+        (axes,) = plot_loss_scale(history).axes
+        assert axes.lines[0].get_ydata()[-1] == (128.0 if scale else -149.0)
+        assert len(plot_exponents(history).axes) == 2

@@ -145,3 +145,28 @@ def test_mistakes_change_nothing(arguments, error, message):
             model if first == "model" else first, dtype, pattern=pattern[0] if pattern else None
         )
     assert dtypes(model) == before
+
+
+def products(model):
+    """The dtype of each layer's product in the rewritten model."""
+    step = tfamp.precision_settings(model).rewrite(lambda x: model(x))
+    nodes = step.plan(tf.ones((2, 8))).nodes
+    return [node.dtype for node in nodes if node.op == "MatMul"]
+
+
+def test_a_layer_set_to_float32_by_hand_stays_so_at_level_o1():
+    model = dense_model()
+    tfamp.set_layer_dtype(model, "float32", pattern="one")
+    model, _ = tfamp.prepare(model, level="O1", dtype="bfloat16")
+    assert products(model) == ["float32", "bfloat16", "bfloat16", "bfloat16"]
+    tfamp.set_layer_dtype(model, "float32", pattern="two_b")
+    assert products(model) == ["float32", "bfloat16", "float32", "bfloat16"]
+    why = {row.path.rpartition("/")[2]: row.why for row in tfamp.precision_settings(model).layers}
+    assert why["one"] == why["two_b"] == "set by hand"
+    # Eager calls too.
+    seen = op_dtypes(model.layers[0], tf.ones((2, 8)))
+    assert seen["MatMul"] == {"float32"}
+    model, _ = tfamp.prepare(model, level="O0")
+    model, _ = tfamp.prepare(model, level="O1", dtype="bfloat16")
+    # O0 resets what was set since the model was first prepared.
+    assert products(model) == ["float32", "bfloat16", "bfloat16", "bfloat16"]

@@ -241,3 +241,14 @@ def test_layers_without_xla_and_inputs_of_any_shape_are_not_compiled(compiled):
     prepared = tfamp.prepare(varying, level="auto", dtype="bfloat16", example_batch=batch)
     assert "the shapes of inputs may vary" in str(prepared.settings)
     assert not varying.jit_compile
+
+
+def test_a_sparse_batch_is_measured():
+    inputs = keras.Input((8,), sparse=True)
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x = tf.sparse.from_dense(np.eye(8, dtype="float32"))
+    batch = (x, np.ones((8, 1), "float32"))
+    prepared = tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=batch)
+    assert prepared.settings.level in ("O0", "O1")
+    prepared.model.fit(*batch, verbose=0)

@@ -248,3 +248,30 @@ def test_a_class_that_prepares_a_model_in_its_from_config_is_copied():
     assert {weight.dtype for weight in found[0].weights} == {"bfloat16"}
     error = np.abs(np.asarray(found[0](x), "float32") - expected).max()
     assert error < tolerance("bfloat16") * np.abs(expected).max()
+
+
+@keras.saving.register_keras_serializable("tests.test_model_copy")
+class Described(keras.Sequential):
+    """A Sequential with a configuration of its own, which has no layers."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__([keras.Input((4,)), layers.Dense(units), layers.Dense(1)], **kwargs)
+        self.units = units
+
+    def get_config(self):
+        return {"units": self.units, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+def test_a_sequential_with_a_configuration_of_its_own_is_saved_and_copied(tmp_path):
+    x = np.ones((2, 4), "float32")
+    with tfamp.policy_scope("mixed_bfloat16"):
+        model = Described(8)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(x), model(x))
+    with pytest.raises(ValueError, match="by the constructor of Described"):
+        tfamp.prepare(Described(8), **MASTERS, dtype="bfloat16")

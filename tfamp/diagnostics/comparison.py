@@ -153,7 +153,11 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         rows = tables.table(
-            _HEAD, self._ordered_cells(), left=3, texts=1, rest=": to_json() has all"
+            self._head(),
+            self._ordered_cells(),
+            left=3,
+            texts=int(self._has_plans()),
+            rest=": to_json() has all",
         )
         verdict = tables.lines_of(self._verdict())
         title = f"Comparison of {self.model}"

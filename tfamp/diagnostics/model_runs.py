@@ -25,6 +25,7 @@ from tfamp.layers.layer_plan import assigned
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.model_roles import why_not_raised
 from tfamp.policy import Policy, policy_named
+from tfamp.torch_style.modes import without_levels
 
 # Calls a layer, its first argument.
 Call: TypeAlias = functools.partial[Nest]
@@ -52,11 +53,15 @@ def computing_in(model: Layer, dtype: str | None) -> Iterator[None]:
     that already are in low precision compute in that dtype; if the model has none, those that a
     mixed `tfamp.Policy` would convert: all but BatchNormalization and the output layers.
 
+    A model at level O1 has float32 layers, and runs without its autocast.
+
     Quantized layers stay quantized, and are left out where their quantization does not support
     the dtype. Policies are restored at the end, also after an exception. The model itself
     changes, so other threads must not call it meanwhile.
     """
     with with_policies(policies_in(model, dtype)), contextlib.ExitStack() as undo:
+        if dtype is not None:
+            undo.enter_context(without_levels())
         for layer in filter(casts_unprepared, layers_of(model)):
             undo.callback(setattr, layer, "autocast", True)
             layer.autocast = False

@@ -26,6 +26,8 @@ INK, FAINT = "#1c2430", "#5b6675"
 # The exponents that are drawn, a choice around float16's ranges; values further out are drawn at
 # the ends.
 _SPAN = (-60, 28)
+# Bounds of loss scales that are drawn: float32's.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-149, 2.0**128
 # Float16's ranges of exponents, each with its colour.
 _RANGES = (
     (_SPAN[0], SUBNORMAL, RED),
@@ -71,7 +73,8 @@ def plot_loss_scale(history: Any) -> Figure:
     """
     records = _records_of(history)
     steps, scales = _scale_steps(records)
-    exponents = [math.log2(scale) for scale in scales]
+    # Keras's own scale may grow to inf or fall to 0: as far as float32 goes.
+    exponents = [math.log2(min(max(scale, _LEAST_SCALE), _LARGEST_SCALE)) for scale in scales]
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure = _new_figure(3.4)
@@ -141,7 +144,7 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     values = zeros = 0.0
     for record in records:
         described = _described(record, variable)
-        shift = math.frexp(record["loss_scale"])[1] - 1
+        shift = _shift_of(record)
         values += described["values"]
         zeros += described["values"] * described["zeros"]
         for exponent, number in described["exponents"].items():
@@ -150,7 +153,7 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
             scaled[int(exponent) + shift] += number
     figure = _new_figure(5.2, rows=2)
     above, below = figure.axes
-    shifts = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
+    shifts = list(map(_shift_of, records))
     scales = dict.fromkeys(map(_power_of_two, (min(shifts), max(shifts))))
     titles = "without loss scale", f"with loss scale {' to '.join(scales)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
@@ -165,6 +168,17 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     title = f"Gradients of {whose}, {when}; {share:.1%} of the values are zero"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
+
+
+def _scale_of(value: float | None) -> float:
+    """A loss scale of a record; a file has None for inf, which JSON lacks."""
+    return math.inf if value is None else value
+
+
+def _shift_of(record: Record) -> int:
+    """The exponent of a record's loss scale; 0 where it is no number to multiply by."""
+    scale = _scale_of(record["loss_scale"])
+    return math.frexp(scale)[1] - 1 if 0.0 < scale < math.inf else 0
 
 
 def _described(record: Record, variable: str | None) -> Record:
@@ -236,7 +250,10 @@ def _scale_steps(records: Sequence[Record]) -> tuple[list[int], list[float]]:
 
     The first and the last step are included; the last repeats the last scale.
     """
-    pairs = (pair for record in records for pair in record["loss_scales"])
+    listed = (
+        record["loss_scales"] or [(record["step"], record["loss_scale"])] for record in records
+    )
+    pairs = ((step, _scale_of(scale)) for each in listed for step, scale in each)
     groups = itertools.groupby(pairs, key=lambda pair: pair[1])
     steps, scales = map(list, zip(*(next(group) for _, group in groups), strict=True))
     last = max(step for record in records for step in (record["step"], *record["skipped"]))

@@ -619,7 +619,9 @@ def _get_config(model: Model, original: Callable[[], dict[str, Any]]) -> dict[st
     """Keras lists the layers of a Sequential; appended casts are in the Functional only."""
     config = original()
     appended = model_roles.appended_casts(model)
-    config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
+    if appended and "layers" in config:  # A subclass may have another, and make them again.
+        casts = [keras.saving.serialize_keras_object(layer) for layer in appended]
+        config = {**config, "layers": [*config["layers"], *casts]}
     return config
 
 

@@ -14,6 +14,7 @@ from tfamp.core.names import ComputeDtypeLike
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers import layer_dtypes, model_calls, model_roles
+from tfamp.layers.layer_plan import Before
 from tfamp.layers.layer_record import before_level, managed_by
 from tfamp.levels.level_assignments import by_hand, note_state
 from tfamp.levels.model_structure import (
@@ -25,6 +26,7 @@ from tfamp.levels.model_structure import (
     select,
 )
 from tfamp.levels.precision_config import read_dtype
+from tfamp.levels.rewritten_steps import has_rewritten_steps, keep_in_float32
 
 
 def set_layer_dtype(
@@ -35,7 +37,8 @@ def set_layer_dtype(
     The counterpart of MindSpore's `to_float`. Sublayers are set too. Keras layers cast their
     inputs, and variables keep their dtypes, so the model may be built and trained. Dtypes
     set by hand stay when `prepare` applies another level, also of outputs and
-    BatchNormalization; only level O0 resets them. Quantized layers stay quantized.
+    BatchNormalization; only level O0 resets them. At level O1, where op lists decide, "float32"
+    keeps the layer's ops float32, and low dtypes change nothing. Quantized layers stay quantized.
 
     Pass the model and a pattern rather than a layer of it: then all of its symbolic outputs get
     the new dtype, and its compiled functions are traced again.
@@ -83,9 +86,15 @@ def set_layer_dtype(
     _check_can_compute(targets, name)
     with contextlib.ExitStack() as undo:
         undo.callback(note_state(model_or_layer))
+        is_rewritten = has_rewritten_steps(model_or_layer)
         for layer in targets:
-            _set(layer, name)
+            before = before_level(layer)
+            if before is None and is_rewritten:  # Level O1 changes no layer, so it notes none.
+                before = Before(layer_dtypes.policy_of(layer), layer.autocast)
+            _set(layer, name, before)
             model_calls.protect_values(layer)
+            if name == "float32" and is_rewritten:
+                keep_in_float32([layer])
         correct_symbolic_dtypes(model_or_layer)
         for layer in targets:
             model_roles.retype_followers(layer)
@@ -121,8 +130,7 @@ def _policy_name(layer: Layer, dtype: str) -> str:
     return dtype if dtype == "float32" or stores_low else f"mixed_{dtype}"
 
 
-def _set(layer: Layer, dtype: str) -> None:
-    before = before_level(layer)
+def _set(layer: Layer, dtype: str, before: Before | None) -> None:
     if managed_by(layer) is not None and isinstance(layer, keras.layers.BatchNormalization):
         # Back to the arithmetic of Keras, in the requested dtype.
         model_calls.release(layer, None)

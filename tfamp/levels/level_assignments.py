@@ -126,6 +126,13 @@ def _is_chosen(layer: Layer, default: str) -> bool:
     return not model_roles.is_graph(layer) and decider_of(layer, default) == "user"
 
 
+def float32_by_hand(model: Model, chosen: Iterable[int]) -> list[Layer]:
+    """Returns the layers of a model whose dtype, float32, a user chose; `chosen` has their ids."""
+    ids = set(chosen)
+    layers = (layer for layer in computing_layers_of(model) if id(layer) in ids)
+    return [layer for layer in layers if layer.compute_dtype == "float32"]
+
+
 def by_hand(layer: Layer, before: Before | None) -> Assignment:
     """The assignment of a layer whose dtype a user chose."""
     policy_name = layer_dtypes.float_policy(layer) or layer_dtypes.policy_of(layer).name

@@ -74,7 +74,7 @@ def measured_level(
                 compiled = _as_fit_traces(mixed_step, True)
                 candidates.append(Candidate(Way(POLICY, is_compiled=True), compiled))
         kept_ids = {id(layer) for layer in kept}
-        with keep_in_float32(kept):
+        with keep_in_float32([*kept, *level_assignments.float32_by_hand(model, chosen)]):
             report = tuning.compare_candidates(
                 candidates,
                 (data,),
@@ -211,5 +211,5 @@ def _as_fit_gives(value: Any) -> Tensor | None:
     """Returns an array as a tensor, floats in Keras's default dtype."""
     if value is None:
         return None
-    tensor = tf.convert_to_tensor(value)
+    tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(value)  # Sparse ones too.
     return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -366,7 +366,8 @@ def _put_level_on(
     if level.level != "O1":
         return None
     options = step_options(level.dtype, _placement(model, level.config))
-    return rewrite_steps_of(model, options, kept)
+    by_hand = level_assignments.float32_by_hand(model, chosen)
+    return rewrite_steps_of(model, options, [*kept, *by_hand])
 
 
 def _with_automatic_outputs(

@@ -25,6 +25,7 @@ from tfamp.planning.options import RewriteOptions
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import traces_for_a_rewrite
 from tfamp.torch_style.context import autocast
+from tfamp.torch_style.modes import is_without_levels
 
 # Rewrites a step.
 Rewrite: TypeAlias = Callable[[Function], RewrittenFunction[..., Any]]
@@ -69,6 +70,11 @@ def keep_in_float32(kept: Iterable[Layer]) -> contextlib.ExitStack:
     for layer in computing_layers_of(*kept):
         undo.callback(wrap_method(layer, "call", _in_float32))
     return undo
+
+
+def has_rewritten_steps(model: Model) -> bool:
+    """Whether a model is at level O1."""
+    return hasattr(wrapped_methods(model).get("train_step"), "rewrite")
 
 
 def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewrite) -> None:
@@ -126,7 +132,7 @@ def _rewritten_generation(step: Function, dtype: ComputeDtype, rewrite: Rewrite)
 
 
 def _under_autocast(dtype: ComputeDtype, original: Method, *args: Any, **kwargs: Any) -> Nest:
-    if traces_for_a_rewrite():
+    if traces_for_a_rewrite() or is_without_levels():
         return original(*args, **kwargs)
     with autocast(dtype):
         outputs = original(*args, **kwargs)

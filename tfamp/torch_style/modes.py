@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,27 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.op_calls import may_record
 from tfamp.interop.tf_private import place_in_trace
+
+# Whether models at level O1 are called without its autocast.
+_without_levels: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfamp_without_levels", default=False
+)
+
+
+@contextlib.contextmanager
+def without_levels() -> Iterator[None]:
+    """A context in which models at level O1 compute as their layers' policies say."""
+    token = _without_levels.set(True)
+    try:
+        yield
+    finally:
+        _without_levels.reset(token)
+
+
+def is_without_levels() -> bool:
+    """Whether this code runs inside of `without_levels`."""
+    return _without_levels.get()
+
 
 # ---- Modes -----------------------------------------------------------------------------
 
