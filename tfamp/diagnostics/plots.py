@@ -176,7 +176,7 @@ def _scale_of(value: float | None) -> float:
 
 
 def _shift_of(record: Record) -> int:
-    """The exponent of a record's loss scale; 0 where it is no number to multiply by."""
+    """The exponent of a record's loss scale; 0 for 0, inf and NaN."""
     scale = _scale_of(record["loss_scale"])
     return math.frexp(scale)[1] - 1 if 0.0 < scale < math.inf else 0
 
