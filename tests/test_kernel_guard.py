@@ -520,3 +520,20 @@ def test_second_derivatives_in_a_graph_go_through_the_sum(low):
         return outer.gradient(summed, bias)
 
     np.testing.assert_allclose(step(), [6 / 4 * ROWS] * 4, rtol=1e-2)
+
+
+def test_dimensions_that_are_unknown_may_be_broadcast():
+    rows = tf.TensorSpec((None, 4), tf.float16)
+
+    @tf.function(input_signature=[rows, rows])
+    def gradient(x, bias):
+        with tf.GradientTape() as tape:
+            tape.watch(bias)
+            with tfamp.autocast("float16"):
+                total = x + bias
+        return tape.gradient(total, bias)
+
+    found = gradient(tf.ones((16384, 4), tf.float16), tf.ones((1, 4), tf.float16))
+    np.testing.assert_array_equal(found, np.full((1, 4), 16384.0))
+    same = gradient(tf.ones((3, 4), tf.float16), tf.ones((3, 4), tf.float16))
+    np.testing.assert_array_equal(same, np.ones((3, 4)))

@@ -37,8 +37,6 @@ from tfamp.planning.scalings import Dataflow
 _RECORDED = "_tfamp_recorded"
 # Attribute of an eager result of Cast, whose gradient adds up in float32.
 _CAST = "_tfamp_cast"
-# On CPUs they have no float16 kernels: they run, and so are differentiated, in float32.
-_POOLINGS = frozenset({"AvgPool3D", "MaxPool3D"})
 # Broadcasting ops that take the shape of the result, and those that broadcast all but two axes.
 _BY_A_SHAPE = frozenset({"BroadcastTo", "Tile"})
 _OF_MATRICES = frozenset({"BatchMatMulV2", "BatchMatMulV3"})
@@ -200,7 +198,8 @@ def _gradient_is_guarded(call: _Call) -> bool:
         shapes = [_shape(value) for value in _flat(call.inputs)]
         if call.op in _OF_MATRICES:
             shapes = [None if shape is None else shape[:-2] for shape in shapes]
-        if None not in shapes and all(shape == shapes[0] for shape in shapes):
+        known = all(shape is not None and None not in shape for shape in shapes)
+        if known and all(shape == shapes[0] for shape in shapes):
             return False
     return call.dtype in dtypes
 

@@ -22,7 +22,7 @@ from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.machine import hardware
-from tfamp.planning.kernels import OpCall, fact_about
+from tfamp.planning.kernels import EIGEN, ONEDNN, OpCall, fact_about, library_of
 
 DTYPES = ("bfloat16", "float16")
 LISTS = {"placement": "lists"}
@@ -332,3 +332,15 @@ def test_an_exponential_in_float16_is_exact_with_its_scope_in_float32():
     )
     for value, exact in zip(fast(matrix), expected, strict=True):
         assert float(tf.norm(value - exact) / tf.norm(exact)) < 1e-3
+
+
+def test_a_cpu_that_multiplies_float16_has_tensorflows_own_average_pools_and_einsums():
+    # oneDNN's averages take no float16, and axes of single operands are summed up before products.
+    onednn = frozenset({"float16", "bfloat16"})
+    for op in ("AvgPool", "Einsum"):
+        assert library_of(op, "float16", "cpu", onednn) == EIGEN
+        assert library_of(op, "bfloat16", "cpu", onednn) == ONEDNN
+    assert library_of("MatMul", "float16", "cpu", onednn) == ONEDNN
+    call = OpCall("AvgPool", ((1, 32, 32, 4),), attrs={"ksize": [1, 32, 32, 1]})
+    assert fact_about(call, "float16", "cpu", onednn) is not None
+    assert fact_about(call, "bfloat16", "cpu", onednn) is None

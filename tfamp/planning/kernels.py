@@ -58,6 +58,9 @@ ONEDNN_OPS = op_types("""
     Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
     DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
 """)
+# Where it has none for a dtype that it supports otherwise, or where Eigen's adds up too: Einsum
+# sums the axes of single operands before the products.
+_NOT_ONEDNNS = frozenset((op, "float16") for op in ("AvgPool", "AvgPool3D", "Einsum"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,7 +688,8 @@ def library_of(op: str, dtype: str, device: str, onednn: frozenset[str]) -> str:
         return XLA
     if device == "gpu":
         return GPU
-    return ONEDNN if dtype in onednn and op in ONEDNN_OPS else EIGEN
+    is_onednns = dtype in onednn and op in ONEDNN_OPS and (op, dtype) not in _NOT_ONEDNNS
+    return ONEDNN if is_onednns else EIGEN
 
 
 @functools.cache

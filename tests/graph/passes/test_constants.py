@@ -163,3 +163,16 @@ def test_infinity_small_constants_and_those_of_arithmetic_keep_their_values(func
     assert found == (selects or found)
     for result, expected in zip(actual, function(X, W), strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("way", ["lists", "min_cut"])
+def test_a_bound_beyond_the_range_does_not_hide_an_overflow(way):
+    def clipped(x, w):
+        return tf.clip_by_value(x @ w, -1e6, 1e6) @ w
+
+    large, w = tf.fill((8, 64), 40.0), tf.fill((64, 64), 40.0)
+    options = {"dtype": "float16", "placement": way, "force_low": ["matmul", "clip"]}
+    fast = tfamp.rewrite(clipped, **options)
+    assert not np.isfinite(fast(large, w)).any()  # The product is 102,400.
+    x, small = tf.fill((8, 64), 2.0), w / 100.0
+    np.testing.assert_allclose(fast(x, small), clipped(x, small), rtol=1e-2)

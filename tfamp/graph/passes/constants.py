@@ -27,14 +27,17 @@ from tfamp.graph.nodes import control_inputs_of, tensor_inputs
 from tfamp.graph.ops import FLOAT32_TYPE, LOW_TYPES
 from tfamp.planning.op_sets import CHOICES
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import RewritePlan, node_name, reach
+from tfamp.planning.structures import RewritePlan, node_name, op_types, reach
+
+_BOUNDING = op_types("ClipByValue Maximum Minimum")
 
 
 def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
     Only for ops that select or compare: in arithmetic infinity is a visible error, and a
-    clipped value a silent one.
+    clipped value a silent one. A bound beyond the range is infinite, and so none: clipped, it would
+    make a finite number of a value that has overflowed.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
@@ -43,7 +46,8 @@ def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
         if constant is None or constant.op != "Const":
             continue
         users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
-        chosen = all(user is not None and user.op in CHOICES for user in users)
+        ops = {"" if user is None else user.op for user in users}
+        chosen = ops <= CHOICES and not ops <= _BOUNDING
         if chosen and largest_finite(constant.attr["value"].tensor) > limit:
             node = body.by_name[cast.name]
             _store(body, constant, [node], limit)
