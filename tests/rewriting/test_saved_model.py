@@ -5,6 +5,8 @@ import functools
 import logging
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -225,6 +227,17 @@ def test_a_model_with_nothing_to_convert_says_so(tmp_path, freeze):
         tfamp.rewrite_saved_model(tmp_path / "a", tmp_path / "b", dtype="bfloat16", freeze=freeze)
     y = tf.saved_model.load(str(tmp_path / "b")).signatures["serving_default"](x=tf.zeros(2))["y"]
     assert y.numpy().tolist() == [1.0, 1.0]
+
+
+def test_a_frozen_model_is_calibrated_with_its_tables_in_a_new_process(source, tmp_path):
+    # Here the table that was saved may still exist, and has the name of the loaded one.
+    np.savez(tmp_path / "data.npz", **saved_models.MODELS["table"][1])
+    options = ["--dtype", "bfloat16", "--freeze", "--calibrate", tmp_path / "data.npz"]
+    command = [sys.executable, "-m", "tfamp", "rewrite", source("table"), tmp_path / "low"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, result = call(tmp_path / "low", "table")
+    assert result["number"].numpy().tolist() == [0, 2, -1, 1]
 
 
 @pytest.mark.parametrize("freeze", [False, True])

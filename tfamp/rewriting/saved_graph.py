@@ -203,13 +203,17 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 # ---- Values and calibration ----------------------------------------------------------------------
 
 
-def _captured(src: Path, meta_graph: MetaGraphDef) -> tuple[Any, dict[str, Handle]]:
+def captured(src: Path, meta_graph: MetaGraphDef) -> tuple[Any, dict[str, Handle]]:
     """Loads a TensorFlow 2 model; returns it, and its resources by their nodes in the graph.
+
+    One of TensorFlow 1 is not loaded, and has none here.
 
     Each signature's call in the graph takes the tensors that its loaded function captures. The
     graph cannot be restored in a session: `tf.saved_model.save` writes a restore op for other
     variables than the signatures of a Keras 3 model use.
     """
+    if not meta_graph.object_graph_def.nodes:
+        return None, {}
     # Variables live as long as the loaded model.
     loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
     nodes = Graph(meta_graph.graph_def).main.by_name
@@ -218,28 +222,33 @@ def _captured(src: Path, meta_graph: MetaGraphDef) -> tuple[Any, dict[str, Handl
         if signature.outputs:
             call = nodes[node_name(next(iter(signature.outputs.values())).name)]
             taken = list(map(node_name, tensor_inputs(call)))
-            captured = loaded.signatures[key].captured_inputs
-            captures |= zip(taken[len(taken) - len(captured) :], captured, strict=True)
+            inputs = loaded.signatures[key].captured_inputs
+            captures |= zip(taken[len(taken) - len(inputs) :], inputs, strict=True)
     handles = {name: value for name, value in captures.items() if value.dtype == tf.resource}
     return loaded, handles
 
 
 def measure_meta_graph(
-    meta_graph: MetaGraphDef, roles: Roles, src: Path, data: Calibration
+    meta_graph: MetaGraphDef,
+    roles: Roles,
+    src: Path,
+    data: Calibration,
+    resources: Mapping[str, Handle],
 ) -> Ranges:
     """Runs each call of a calibration on the signature with inputs of the same names.
 
     A call is a dict of arrays by input name, or an array for a signature with one input. The
-    values of the variables are from the SavedModel in `src`.
+    values of the variables and tables are `resources`, as `captured` returns them of `src`: those
+    that a frozen graph still has.
 
     Raises:
         SavedModelError: No signature takes such inputs, or the model cannot run here.
     """
     graph = _model_graph(meta_graph, roles)
-    captured: dict[str, Handle] = {}
-    if meta_graph.object_graph_def.nodes:
-        loaded, captured = _captured(src, meta_graph)
-    for name in captured:  # Runs are fed the loaded model's resource.
+    # Freezing has made constants of variables, and kept their names.
+    others = {name for name, node in graph.main.by_name.items() if node.op != "Const"}
+    fed = {name: handle for name, handle in resources.items() if name in others}
+    for name in fed:  # Runs are fed the loaded model's resource.
         graph.main.become(graph.main.by_name[name], "Placeholder", (), dtype=tf.resource)
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[_Arrays]] = {}
@@ -249,11 +258,11 @@ def measure_meta_graph(
     ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         inputs = sorted(signatures[name].inputs.items())
-        feeds = [*(info.name for _, info in inputs), *captured]
+        feeds = [*(info.name for _, info in inputs), *fed]
         values = [[batch[key] for key, _ in inputs] for batch in batches]
         fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
-            new_ranges = measure(graph, feeds, values, list(captured.values()), fetches)
+            new_ranges = measure(graph, feeds, values, list(fed.values()), fetches)
         except tf.errors.OpError as error:
             raise SavedModelError(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: "
@@ -440,11 +449,11 @@ def _variable_values(
         SavedModelError: A value cannot be found.
     """
     if meta_graph.object_graph_def.nodes:
-        loaded, captured = _captured(src, meta_graph)
-        held = {id(handle): value for handle, value in held_variables(captured.values())}
+        loaded, resources = captured(src, meta_graph)
+        held = {id(handle): value for handle, value in held_variables(resources.values())}
         values = {
             name: held[id(handle)].numpy()
-            for name, handle in captured.items()
+            for name, handle in resources.items()
             if id(handle) in held
         }
     else:  # TensorFlow 1 saves variables by name.

@@ -269,10 +269,13 @@ def _rewritten(
     plans = []
     for meta_graph in model.meta_graphs:
         roles = saved_graph.find_roles(meta_graph)
+        # Before freezing drops the objects: tables stay in a frozen graph.
+        loaded, resources = saved_graph.captured(src, meta_graph) if data else (None, {})
         if freeze:
             saved_graph.freeze_meta_graph(meta_graph, roles, src)
             roles = saved_graph.find_roles(meta_graph)
-        ranges = data and saved_graph.measure_meta_graph(meta_graph, roles, src, data)
+        ranges = data and saved_graph.measure_meta_graph(meta_graph, roles, src, data, resources)
+        del loaded  # Its resources lived as long.
         plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
         if freeze:
             plan = saved_graph.store_low_constants(meta_graph, roles, plan)
