@@ -99,15 +99,6 @@ def exact_kernels(monkeypatch):
     """Kernels of products count as exact, as oneDNN's are: another rule is tested."""
     from tfamp import kernel_guard
     from tfamp.machine import hardware
-    from tfamp.planning import kernels
 
     for module in (hardware, kernel_guard):
         monkeypatch.setattr(module, "onednn_dtypes", lambda: frozenset(["bfloat16", "float16"]))
-    # It has no Einsum and no pools in float16: here it counts as having them.
-    monkeypatch.setattr(kernels, "_NOT_ONEDNNS", frozenset())
-    caches = kernels.facts_of, kernels.forward_ops
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()

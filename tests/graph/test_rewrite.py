@@ -46,7 +46,13 @@ def rewritten(function, dtype, **choices):
 
 
 def assert_converted_as_a_whole(plan, dtype):
-    found = {(node.op, node.dtype) for node in plan.nodes if node.op in MATRIX_OPS}
+    # oneDNN's filter gradients in float16 take hundreds of times as long as float32's.
+    slow = {("Conv2DBackpropFilter", "float16")}
+    found = {
+        (node.op, node.dtype)
+        for node in plan.nodes
+        if node.op in MATRIX_OPS and (node.op, dtype) not in slow
+    }
     assert found, "no matmul or convolution"
     assert {low for _, low in found} == {dtype}
 

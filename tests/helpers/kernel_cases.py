@@ -339,6 +339,20 @@ RAW_CASES: tuple[KernelCase, ...] = (
         SMALL_IMAGE,
         crashes_onednn=True,
     ),
+    _raw(
+        "DepthwiseConv2dNativeBackpropInput",
+        lambda f, d: R.DepthwiseConv2dNativeBackpropInput(
+            input_sizes=[1, 64, 64, 8],
+            filter=f,
+            out_backprop=d,
+            strides=[1, 2, 2, 1],
+            padding="SAME",
+        ),
+        positive(3, 3, 8, 1),
+        positive(1, 32, 32, 8),
+        name="strided",
+    ),
+    _raw("Erfc", lambda x: R.Erfc(x=x), positive(TERMS)),
     # Pooling, resizing, morphology.
     _raw("AvgPool", lambda x: R.AvgPool(value=x, **pooling(32, stride=32)), IMAGE),
     _raw(

@@ -16,7 +16,7 @@ _TEXT: dict[str, str] = {
         Abs Acos Acosh Add AddV2 Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e
         BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BiasAdd BiasAddV1
         BatchNormWithGlobalNormalization Cast Ceil ClipByValue Cos Cosh Cross Dequantize Digamma Div
-        DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor FloorDiv FloorMod HSVToRGB Inv InvGrad
+        DivNoNan Elu EluGrad Erf Exp Expm1 Floor FloorDiv FloorMod HSVToRGB Inv InvGrad
         LeakyRelu LeakyReluGrad Lgamma Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RGBToHSV
         RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad
         Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad

@@ -251,6 +251,7 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
         lambda x, f: tf.nn.depthwise_conv2d(x, f, [1] * 4, "SAME"), positive(1, 32, 32, 8),
         WIDE_FILTER, crashes_onednn=True,
     ),
+    _function("gelu", "Erfc", tf.nn.gelu, positive(TERMS), roundings=4),
     _function(
         "avg_pool2d", "AvgPool", lambda x: tf.nn.avg_pool2d(x, 32, 32, "VALID"), IMAGE, quick=True
     ),

@@ -102,7 +102,7 @@ def instructions(hlo):
     return collections.Counter(re.findall(r"= (\w+)\[[\d,]*\]\S* ([\w-]+)\(", hlo))
 
 
-@pytest.mark.usefixtures("exact_kernels")
+@pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize("low", first_of(LOW))
 def test_xla_multiplies_in_low_precision(low):
     short = {"float16": "f16", "bfloat16": "bf16"}[low]

@@ -58,9 +58,8 @@ ONEDNN_OPS = op_types("""
     Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
     DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
 """)
-# Where it has none for a dtype that it supports otherwise, or where Eigen's adds up too: Einsum
-# sums the axes of single operands before the products.
-_NOT_ONEDNNS = frozenset((op, "float16") for op in ("AvgPool", "AvgPool3D", "Einsum"))
+# Where it has none for a dtype that it supports otherwise.
+_NOT_ONEDNNS = frozenset((op, "float16") for op in ("AvgPool", "AvgPool3D"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +214,15 @@ def _longest(call: OpCall) -> float:
     return max((d or 0 for d in shape or ()), default=1) if known else _UNKNOWN
 
 
+def _equation(call: OpCall, unknown: str = "") -> str:
+    """An Einsum's equation, which ops that are about to run have as bytes."""
+    equation = call.attrs.get("equation", unknown)
+    return equation.decode() if isinstance(equation, bytes) else str(equation)
+
+
 def _contracted(call: OpCall) -> float:
     """Values of the axes that an Einsum adds up over."""
-    inputs, _, output = str(call.attrs.get("equation", "")).partition("->")
+    inputs, _, output = _equation(call).partition("->")
     sizes: dict[str, float] = {}
     for axes, shape in zip(inputs.split(","), call.inputs, strict=False):
         if shape is None or "." in axes or len(axes) != len(shape):
@@ -225,6 +230,14 @@ def _contracted(call: OpCall) -> float:
         for axis, size in zip(axes, shape, strict=True):
             sizes[axis] = _UNKNOWN if size is None else size
     return math.prod(size for axis, size in sizes.items() if axis not in output)
+
+
+def _sums_one_operand(call: OpCall) -> bool:
+    """Whether an Einsum adds up over an axis that one operand alone has, or may do so."""
+    inputs, _, output = _equation(call, "a->").partition("->")
+    operands = inputs.split(",")
+    summed = set(inputs) - set(output) - {","}
+    return any(sum(axis in operand for operand in operands) == 1 for axis in summed)
 
 
 TERMS: Mapping[str, Callable[[OpCall], float]] = {
@@ -289,6 +302,18 @@ def _has_a_group_for_each_channel(call: OpCall) -> bool:
 
 
 _WIDE_GROUPS = f"{_WIDE_FILTER}, and {_GROUPS}"
+# Of depthwise convolutions' gradients.
+_LARGER_FILTER, _STRIDED = "a filter of more than 3 x 3", "strides of more than 1"
+
+
+def _has_larger_filter(call: OpCall) -> bool:
+    """Whether a filter's gradient has a side of more than 3, or an unknown one."""
+    sides = (_sides(call) or (None, None))[:2]
+    return any(side is None or side > 3 for side in sides)
+
+
+def _is_strided(call: OpCall) -> bool:
+    return max(call.attrs.get("strides") or (1,)) > 1
 
 
 def _is_wide_in_each_group(call: OpCall) -> bool:
@@ -304,10 +329,13 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     _WIDE_GROUPS: _is_wide_in_each_group,
     _WIDE_FILTER: _has_wide_filter,
     _GROUPS: _has_a_group_for_each_channel,
+    _LARGER_FILTER: _has_larger_filter,
+    _STRIDED: _is_strided,
     "any": lambda call: True,
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
-    "several operands": lambda call: "," in str(call.attrs.get("equation", ",")),
+    "axes that one operand alone has": _sums_one_operand,
+    "several operands": lambda call: "," in _equation(call, ","),
 }
 
 # ---- The table -------------------------------------------------------------------------
@@ -465,6 +493,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("Einsum",),
         layers=_ATTENTION_LAYERS,
     ),
+    # Before the product, by a Sum, as on an Intel Xeon with AVX512-FP16.
+    KernelFact(
+        op="Einsum",
+        low=_in(onednn=_F16),
+        terms="contracted",
+        form="axes that one operand alone has",
+        gradient_of=("Einsum",),
+    ),
     *(
         KernelFact(
             op=op, low=_in(eigen=_F16, gpu=_F16), terms="unknown", gradient_of=(gradient_of,)
@@ -544,15 +580,75 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         gradient_of=("DepthwiseConv2dNative",),
         layers=_SEPARABLE_LAYERS,
     ),
+    # oneDNN has no kernels for filter gradients of float16 convolutions but those for all dtypes,
+    # without vectors. On an Intel Xeon with AVX512-FP16 they took 2 to 12 s, and float32 3 to 17
+    # ms: 3 x 3 and 1 x 1 filters, 64 to 512 channels, 16 images of 8 to 32 pixels. In three
+    # dimensions 140 to 160 ms for 1, with a depthwise filter 6 to 110 times as long.
+    *(
+        KernelFact(
+            op=op,
+            low=_in(onednn=_F16),
+            fault=Fault.SLOW,
+            factor=factor,
+            gradient_of=gradient_of,
+            layers=layers,
+        )
+        for op, factor, gradient_of, layers in (
+            (
+                "Conv2DBackpropFilter",
+                800,
+                ("Conv2D", "Conv2DBackpropInput"),
+                (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, "SeparableConv1D", "SeparableConv2D"),
+            ),
+            (
+                "Conv3DBackpropFilterV2",
+                150,
+                ("Conv3D", "Conv3DBackpropInputV2"),
+                ("Conv3D", "Conv3DTranspose"),
+            ),
+            (
+                "DepthwiseConv2dNativeBackpropFilter",
+                100,
+                ("DepthwiseConv2dNative",),
+                _SEPARABLE_LAYERS,
+            ),
+            (
+                "DepthwiseConv2dNativeBackpropInput",
+                20,
+                ("DepthwiseConv2dNative",),
+                _SEPARABLE_LAYERS,
+            ),
+        )
+    ),
+    # The same machine, with AMX and without: a depthwise filter of 5 x 5 or 7 x 7 has a gradient
+    # in bfloat16 after 1.4 to 5 times float32's time, one of 3 x 3 after 0.9 to 1.3 times. With
+    # strides of 2 the image's takes 3 to 22 times as long, without 0.8 to 1.1 times.
+    *(
+        KernelFact(
+            op=op,
+            low=_in(onednn=_BF16),
+            fault=Fault.SLOW,
+            factor=factor,
+            form=form,
+            gradient_of=("DepthwiseConv2dNative",),
+            layers=_SEPARABLE_LAYERS,
+        )
+        for op, factor, form in (
+            ("DepthwiseConv2dNativeBackpropFilter", 5, _LARGER_FILTER),
+            ("DepthwiseConv2dNativeBackpropInput", 20, _STRIDED),
+        )
+    ),
     # A process of oneDNN's bfloat16 kernel was still running after 45 s, where float32 takes
     # 30 ms: on an AMD Zen 5 with AVX512-BF16, filters of 15 x 15 and 31 x 31 on 64 x 64 pixels
     # with 4 and 16 channels, 1 x 15 on 256 with 16, 1 x 17 on 512 with 8, 1 x 31 on 512 with 4.
     # These returned: sides of 7 to 13; 15 x 15 on 16 x 16 pixels; sides of 17, 27 and 31 with 32,
-    # 64 and 128 channels; both gradients; float16. The row does not depend on sizes of images and
-    # numbers of channels, as their limits are those of this machine.
+    # 64 and 128 channels; both gradients. The row does not depend on sizes of images and
+    # numbers of channels, as their limits are those of this machine. Float16 is oneDNN's on CPUs
+    # with AVX512-FP16: there 15 x 15 on 64 x 64 pixels with 16 channels, 1 x 16 and 1 x 17 on
+    # 256 with 16 and 1 do not return either.
     KernelFact(
         op="DepthwiseConv2dNative",
-        low=_in(onednn=_BF16),
+        low=_in(onednn=_BOTH),
         fault=Fault.HANGS,
         form=_WIDE_FILTER,
         gradient_of=("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"),
@@ -561,7 +657,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     # Not run: for oneDNN it is the same convolution, with the same kernel.
     KernelFact(
         op="Conv2D",
-        low=_in(onednn=_BF16),
+        low=_in(onednn=_BOTH),
         fault=Fault.HANGS,
         form=_WIDE_GROUPS,
         layers=("Conv1D", "Conv2D"),
@@ -579,6 +675,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
         )
     ),
+    # Twice float32's time, which two Casts more do not take: exact GELUs have it.
+    KernelFact(op="Erfc", low=_in(eigen=_BOTH), fault=Fault.SLOW, factor=2),
     # Pooling, resizing, morphology. In graphs, oneDNN's bfloat16 gradient of MaxPool is worse
     # than Eigen's: with windows of more than 256 pixels it adds to the wrong ones.
     KernelFact(
