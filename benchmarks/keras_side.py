@@ -45,7 +45,8 @@ class Trainer:
         elif system == "tensorflow_amp":
             tf.config.optimizer.set_experimental_options(grappler_options(system, dtype))
         elif system.startswith("tfamp_policy"):
-            tfamp.set_global_policy(f"mixed_{dtype}")
+            outputs = "sums" if system == "tfamp_policy_sums" else True
+            tfamp.set_global_policy(tfamp.Policy(f"mixed_{dtype}", float32_outputs=outputs))
         elif self._about.placement:
             find_profile()  # Measured once per machine, not once per function.
 

@@ -197,6 +197,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "float32, XLA": ("float32_xla",),
     "PyTorch's best": TORCH,
     "tfamp policy": ("tfamp_policy",),
+    "tfamp policy, sums": ("tfamp_policy_sums",),
     "tfamp.rewrite": ("rewrite_lists", "rewrite", "rewrite_fused"),
     "tfamp.tune": ("tune",),
     'level "auto"': ("auto",),

@@ -47,6 +47,7 @@ _ALL = (
     System("keras_policy_xla", "Keras's policy, XLA", **_COMPILED),
     System("tensorflow_amp", "TensorFlow's auto_mixed_precision"),
     System("tfamp_policy", "tfamp policy"),
+    System("tfamp_policy_sums", "tfamp policy, sums"),
     System("tfamp_policy_xla", "tfamp policy, XLA", **_COMPILED),
     System("rewrite_lists", "tfamp.rewrite, lists", placement="lists"),
     System("rewrite", "tfamp.rewrite, min_cut", placement="min_cut"),

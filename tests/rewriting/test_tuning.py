@@ -85,7 +85,7 @@ def candidate_of(call):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_native(monkeypatch):
+    """Makes float32 what level "auto" takes, which is timed first, on every machine."""
     """What level "auto" takes, which is timed first, is float32 on every machine."""
     monkeypatch.setattr(tuning, "low_dtype", lambda dtype: dtype)
 
