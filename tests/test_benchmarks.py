@@ -32,7 +32,7 @@ from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 # The generated sections of docs/benchmarks.md.
-SECTIONS = ["Zen4", "bfloat16", "AVX2"]
+SECTIONS = ["AMX", "AVX2"]
 
 
 def a_run():
