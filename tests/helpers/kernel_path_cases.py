@@ -246,6 +246,13 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
         )
     ),
     _function(
+        "depthwise_conv2d_backprop_input", "DepthwiseConv2dNativeBackpropFilter",
+        lambda f, d: tf.nn.depthwise_conv2d_backprop_input(
+            (1, 128, 128, 8), f, d, [1] * 4, "SAME"
+        ),
+        positive(3, 3, 8, 1), positive(1, 128, 128, 8),
+    ),
+    _function(
         "depthwise_conv2d 31x31",
         "DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput",
         lambda x, f: tf.nn.depthwise_conv2d(x, f, [1] * 4, "SAME"), positive(1, 32, 32, 8),

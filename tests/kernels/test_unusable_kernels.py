@@ -180,6 +180,42 @@ def test_the_gradient_of_a_gradient_is_float32_too():
     assert dtypes == {"float32"}
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize(
+    ("side", "stride", "slow"),
+    [(3, 1, ()), (5, 1, ("Filter",)), (3, 2, ("Input",)), (5, 2, ("Filter", "Input"))],
+)
+def test_slow_gradients_of_depthwise_convolutions_are_float32(side, stride, slow, in_graph):
+    prefix = f"{OP}Backprop"
+    ran = {}
+
+    def see(op, inputs, attrs, outputs, op_name=None, graph=None):
+        del attrs, inputs, op_name, graph
+        name = op.decode() if isinstance(op, bytes) else op
+        if name.startswith(prefix):
+            ran[name.removeprefix(prefix)] = outputs[0].dtype.name
+
+    def gradients(x, f):
+        with tf.GradientTape() as tape:
+            tape.watch([x, f])
+            with tfamp.autocast(LOW):
+                y = tf.nn.depthwise_conv2d(x, f, [1, stride, stride, 1], "SAME")
+        return tape.gradient(y, [x, f])
+
+    x, f = tf.ones((1, 12, 12, 4)), tf.ones((side, side, 4, 1))
+    op_callbacks.add_op_callback(see)
+    try:
+        found = (tf.function(gradients) if in_graph else gradients)(x, f)
+    finally:
+        op_callbacks.remove_op_callback(see)
+    assert ran == {of: "float32" if of in slow else LOW for of in ("Filter", "Input")}
+    with tf.GradientTape() as tape:
+        tape.watch([x, f])
+        y = tf.nn.depthwise_conv2d(x, f, [1, stride, stride, 1], "SAME")
+    for each, expected in zip(found, tape.gradient(y, [x, f]), strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-2)
+
+
 # ---- Reasons -------------------------------------------------------------------------------------
 
 

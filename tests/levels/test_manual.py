@@ -163,6 +163,9 @@ def test_a_layer_set_to_float32_by_hand_stays_so_at_level_o1():
     assert products(model) == ["float32", "bfloat16", "float32", "bfloat16"]
     why = {row.path.rpartition("/")[2]: row.why for row in tfamp.precision_settings(model).layers}
     assert why["one"] == why["two_b"] == "set by hand"
+    # So does a layer that is given without its model.
+    tfamp.set_layer_dtype(model.layers[-1], "float32")
+    assert products(model) == ["float32", "bfloat16", "float32", "float32"]
     # Eager calls too.
     seen = op_dtypes(model.layers[0], tf.ones((2, 8)))
     assert seen["MatMul"] == {"float32"}

@@ -53,7 +53,7 @@ def computing_in(model: Layer, dtype: str | None) -> Iterator[None]:
     that already are in low precision compute in that dtype; if the model has none, those that a
     mixed `tfamp.Policy` would convert: all but BatchNormalization and the output layers.
 
-    A model at level O1 has float32 layers, and runs without its autocast.
+    A model at level O1 has float32 layers, and runs without its autocast where a dtype is given.
 
     Quantized layers stay quantized, and are left out where their quantization does not support
     the dtype. Policies are restored at the end, also after an exception. The model itself

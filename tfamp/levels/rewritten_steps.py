@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfamp.core.kinds import Function, Layer, Method, Model, Nest
 from tfamp.core.names import ComputeDtype, Placement
 from tfamp.interop.keras_hooks import layers_of, reading_variables_in
-from tfamp.interop.patching import Replacement, wrap_method, wrapped_methods
+from tfamp.interop.patching import Replacement, is_wrapped_by, wrap_method, wrapped_methods
 from tfamp.interop.tf_private import replicas_share_graph
 from tfamp.layers import layer_dtypes
 from tfamp.levels.model_structure import computing_layers_of, output_layers_of
@@ -46,7 +46,10 @@ def rewrite_steps_of(model: Model, options: RewriteOptions, kept: Iterable[Layer
     wrappers: list[tuple[Layer, str, Replacement]] = [
         *((layer, "call", _bias_in_float32) for layer in output_layers_of(model)),
         # Keras calls it instead of `call` once the layer is quantized. Autocast skips it.
-        *((layer, "quantized_call", _under_kept_scope) for layer in layers_of(model)),
+        *(
+            (layer, "quantized_call", functools.partial(_under_kept_scope))
+            for layer in layers_of(model)
+        ),
         (model, "call", functools.partial(_under_autocast, options.dtype)),
     ]
     if hasattr(model, "generate_step"):
@@ -68,13 +71,14 @@ def keep_in_float32(kept: Iterable[Layer]) -> contextlib.ExitStack:
     """Makes layers compute in float32 at level O1, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for layer in computing_layers_of(*kept):
-        undo.callback(wrap_method(layer, "call", _in_float32))
+        if not is_wrapped_by(layer, "call", _in_float32):
+            undo.callback(wrap_method(layer, "call", functools.partial(_in_float32)))
     return undo
 
 
-def has_rewritten_steps(model: Model) -> bool:
-    """Whether a model is at level O1."""
-    return hasattr(wrapped_methods(model).get("train_step"), "rewrite")
+def has_rewritten_steps(model_or_layer: Layer) -> bool:
+    """Whether a model is at level O1, or a layer is part of one that is."""
+    return is_wrapped_by(model_or_layer, "quantized_call", _under_kept_scope)
 
 
 def _rewrite_step_of(model: Model, name: str, dtype: ComputeDtype, rewrite: Rewrite) -> None:

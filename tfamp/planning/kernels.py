@@ -141,6 +141,12 @@ def _size(shape: PartialShape) -> float:
     return _UNKNOWN if shape is None or None in shape else math.prod(d for d in shape if d)
 
 
+def _text(call: OpCall, name: str, unknown: str = "") -> str:
+    """A text among the attributes, which ops that are about to run have as bytes."""
+    text = call.attrs.get(name, unknown)
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
 def _window(call: OpCall) -> float:
     """Values in a window of a pooling op."""
     return math.prod(call.attrs.get("ksize") or (math.inf,))
@@ -179,7 +185,7 @@ def _pixels(call: OpCall) -> float:
     shape = _input(call, 2)
     if shape is None:
         return _UNKNOWN
-    first = call.attrs.get("data_format") in ("NCHW", "NCDHW")
+    first = _text(call, "data_format") in ("NCHW", "NCDHW")
     return _size((shape[0], *shape[2:]) if first else shape[:-1])
 
 
@@ -203,7 +209,7 @@ def _not_channels(call: OpCall) -> float:
     shape = _input(call, 0)
     if not shape:
         return _UNKNOWN
-    channels = shape[1] if call.attrs.get("data_format") == "NCHW" else shape[-1]
+    channels = shape[1] if _text(call, "data_format") == "NCHW" else shape[-1]
     return _UNKNOWN if channels is None else _size(shape) / max(channels, 1)
 
 
@@ -214,15 +220,9 @@ def _longest(call: OpCall) -> float:
     return max((d or 0 for d in shape or ()), default=1) if known else _UNKNOWN
 
 
-def _equation(call: OpCall, unknown: str = "") -> str:
-    """An Einsum's equation, which ops that are about to run have as bytes."""
-    equation = call.attrs.get("equation", unknown)
-    return equation.decode() if isinstance(equation, bytes) else str(equation)
-
-
 def _contracted(call: OpCall) -> float:
     """Values of the axes that an Einsum adds up over."""
-    inputs, _, output = _equation(call).partition("->")
+    inputs, _, output = _text(call, "equation").partition("->")
     sizes: dict[str, float] = {}
     for axes, shape in zip(inputs.split(","), call.inputs, strict=False):
         if shape is None or "." in axes or len(axes) != len(shape):
@@ -234,7 +234,7 @@ def _contracted(call: OpCall) -> float:
 
 def _sums_one_operand(call: OpCall) -> bool:
     """Whether an Einsum adds up over an axis that one operand alone has, or may do so."""
-    inputs, _, output = _equation(call, "a->").partition("->")
+    inputs, _, output = _text(call, "equation", "a->").partition("->")
     operands = inputs.split(",")
     summed = set(inputs) - set(output) - {","}
     return any(sum(axis in operand for operand in operands) == 1 for axis in summed)
@@ -297,7 +297,7 @@ def _has_a_group_for_each_channel(call: OpCall) -> bool:
     image, weights = _input(call, 0), _input(call, 1)
     if weights is None or len(weights) != 4 or weights[2] != 1:
         return False
-    first = call.attrs.get("data_format") == "NCHW"
+    first = _text(call, "data_format") == "NCHW"
     return image is None or len(image) != 4 or image[1 if first else 3] != 1
 
 
@@ -313,7 +313,8 @@ def _has_larger_filter(call: OpCall) -> bool:
 
 
 def _is_strided(call: OpCall) -> bool:
-    return max(call.attrs.get("strides") or (1,)) > 1
+    """Whether a window moves by more than one pixel, or by an unknown number."""
+    return max(call.attrs.get("strides") or (math.inf,)) > 1
 
 
 def _is_wide_in_each_group(call: OpCall) -> bool:
@@ -335,7 +336,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
     "axes that one operand alone has": _sums_one_operand,
-    "several operands": lambda call: "," in _equation(call, ","),
+    "several operands": lambda call: "," in _text(call, "equation", ","),
 }
 
 # ---- The table -------------------------------------------------------------------------
@@ -355,6 +356,11 @@ _TRANSPOSED_LAYERS = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 _SEPARABLE_LAYERS = ("DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D")
 _ATTENTION_LAYERS = ("MultiHeadAttention", "GroupQueryAttention", "EinsumDense")
 _ALL_CONV_LAYERS = (*_CONV_LAYERS, *_TRANSPOSED_LAYERS, *_SEPARABLE_LAYERS)
+_DEPTHWISE_GRADIENTS = (
+    "DepthwiseConv2dNativeBackpropFilter",
+    "DepthwiseConv2dNativeBackpropInput",
+)
+_CONV_GRADIENTS = ("Conv2DBackpropFilter", "Conv2DBackpropInput")
 # Ops whose gradients add up over broadcast axes, by Sum.
 BROADCASTING = (
     "Add", "AddV2", "Atan2", "BatchMatMulV2", "BatchMatMulV3", "BroadcastTo", "ClipByValue",
@@ -525,6 +531,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         fault=Fault.SLOW,
         factor=30,
         form=_GROUPS,
+        gradient_of=_CONV_GRADIENTS,
         layers=("Conv1D", "Conv2D"),
     ),
     KernelFact(
@@ -538,14 +545,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="Conv2DBackpropInput",
         low=_in(eigen=_BOTH),
         terms="filter and results",
-        gradient_of=("Conv2D",),
+        gradient_of=("Conv2D", "Conv2DBackpropFilter"),
         layers=(*_CONV_LAYERS, *_TRANSPOSED_LAYERS),
     ),
     KernelFact(
         op="Conv3DBackpropInputV2",
         low=_in(eigen=_BOTH),
         terms="filter and results",
-        gradient_of=("Conv3D",),
+        gradient_of=("Conv3D", "Conv3DBackpropFilterV2"),
         layers=("Conv3D", "Conv3DTranspose"),
     ),
     KernelFact(
@@ -559,7 +566,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="Conv3D",
         low=_in(eigen=_BOTH),
         terms="filter and channels",
-        gradient_of=("Conv3DBackpropInputV2",),
+        gradient_of=("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"),
         layers=("Conv3D", "Conv3DTranspose"),
     ),
     KernelFact(
@@ -569,7 +576,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="DepthwiseConv2dNativeBackpropFilter",
         low=_in(eigen=_BOTH),
         terms="pixels",
-        gradient_of=("DepthwiseConv2dNative",),
+        gradient_of=("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput"),
         layers=_SEPARABLE_LAYERS,
     ),
     KernelFact(
@@ -577,7 +584,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(gpu=_BOTH),
         terms="pixels",
         form="outside of cuDNN's shapes",
-        gradient_of=("DepthwiseConv2dNative",),
+        gradient_of=("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput"),
         layers=_SEPARABLE_LAYERS,
     ),
     # oneDNN has no kernels for filter gradients of float16 convolutions but those for all dtypes,
@@ -609,13 +616,13 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             (
                 "DepthwiseConv2dNativeBackpropFilter",
                 100,
-                ("DepthwiseConv2dNative",),
+                ("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput"),
                 _SEPARABLE_LAYERS,
             ),
             (
                 "DepthwiseConv2dNativeBackpropInput",
                 20,
-                ("DepthwiseConv2dNative",),
+                ("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropFilter"),
                 _SEPARABLE_LAYERS,
             ),
         )
@@ -630,12 +637,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             fault=Fault.SLOW,
             factor=factor,
             form=form,
-            gradient_of=("DepthwiseConv2dNative",),
+            gradient_of=("DepthwiseConv2dNative", other),
             layers=_SEPARABLE_LAYERS,
         )
-        for op, factor, form in (
-            ("DepthwiseConv2dNativeBackpropFilter", 5, _LARGER_FILTER),
-            ("DepthwiseConv2dNativeBackpropInput", 20, _STRIDED),
+        for op, other, factor, form in (
+            (*_DEPTHWISE_GRADIENTS, 5, _LARGER_FILTER),
+            (*reversed(_DEPTHWISE_GRADIENTS), 20, _STRIDED),
         )
     ),
     # A process of oneDNN's bfloat16 kernel was still running after 45 s, where float32 takes
@@ -651,7 +658,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(onednn=_BOTH),
         fault=Fault.HANGS,
         form=_WIDE_FILTER,
-        gradient_of=("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"),
+        gradient_of=_DEPTHWISE_GRADIENTS,
         layers=_SEPARABLE_LAYERS,
     ),
     # Not run: for oneDNN it is the same convolution, with the same kernel.
@@ -660,6 +667,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         low=_in(onednn=_BOTH),
         fault=Fault.HANGS,
         form=_WIDE_GROUPS,
+        gradient_of=_CONV_GRADIENTS,
         layers=("Conv1D", "Conv2D"),
     ),
     *(
@@ -671,8 +679,11 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             layers=_SEPARABLE_LAYERS,
         )
         for op, gradient_of in (
-            ("DepthwiseConv2dNative", ()),
-            ("DepthwiseConv2dNativeBackpropInput", ("DepthwiseConv2dNative",)),
+            ("DepthwiseConv2dNative", _DEPTHWISE_GRADIENTS),
+            (
+                "DepthwiseConv2dNativeBackpropInput",
+                ("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropFilter"),
+            ),
         )
     ),
     # Twice float32's time, which two Casts more do not take: exact GELUs have it.

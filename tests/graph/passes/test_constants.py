@@ -176,3 +176,36 @@ def test_a_bound_beyond_the_range_does_not_hide_an_overflow(way):
     assert not np.isfinite(fast(large, w)).any()  # The product is 102,400.
     x, small = tf.fill((8, 64), 2.0), w / 100.0
     np.testing.assert_allclose(fast(x, small), clipped(x, small), rtol=1e-2)
+
+
+def test_a_bound_that_holds_for_every_value_stays_finite():
+    low = np.full((2, 4), 1e9, "float32")
+    low[0] = -1e9  # Masks a row as a whole.
+
+    def attend(x, w):
+        return tf.nn.softmax(tf.minimum(x @ w, low)) @ tf.transpose(w)
+
+    (actual,), _ = rewritten(attend, "float16")
+    np.testing.assert_allclose(actual, attend(X, W), rtol=1e-2)
+
+    def at_least(x, w):
+        return tf.maximum(x @ w, 1e5)
+
+    fast = tfamp.rewrite(at_least, dtype="float16", placement="lists", force_low=["Maximum"])
+    np.testing.assert_array_equal(fast(X, W), np.full((2, 4), 65504.0))
+
+
+def test_a_constant_that_bounds_and_is_chosen_is_stored_for_each():
+    large, w = tf.fill((8, 64), 40.0), tf.fill((64, 64), 40.0)
+    x = large / 100.0
+
+    def both(x, w):
+        most, y = tf.constant(1e6), x @ w
+        return tf.minimum(y, most) * 1e-3, tf.where(y > 0, most, y) * 1e-3
+
+    low = {"force_low": ["matmul", "Minimum", "Select"]}
+    fast = tfamp.rewrite(both, dtype="float16", placement="lists", **low)
+    bounded, chosen = fast(large, w)
+    assert not np.isfinite(bounded).any()  # The product is 102,400.
+    np.testing.assert_allclose(chosen, 65.504, rtol=1e-2)
+    np.testing.assert_allclose(fast(x, w)[0], both(x, w)[0], rtol=1e-2)

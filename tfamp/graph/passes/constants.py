@@ -27,17 +27,20 @@ from tfamp.graph.nodes import control_inputs_of, tensor_inputs
 from tfamp.graph.ops import FLOAT32_TYPE, LOW_TYPES
 from tfamp.planning.op_sets import CHOICES
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import RewritePlan, node_name, op_types, reach
+from tfamp.planning.structures import CastSite, RewritePlan, node_name, reach
 
-_BOUNDING = op_types("ClipByValue Maximum Minimum")
+# Ops, with positions of inputs, that bound values from above, and from below.
+_UPPER = frozenset({("Minimum", 0), ("Minimum", 1), ("ClipByValue", 2)})
+_LOWER = frozenset({("Maximum", 0), ("Maximum", 1), ("ClipByValue", 1)})
 
 
 def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
     """Clips constants that are cast for a choice to the range of the low dtype, in place.
 
     Only for ops that select or compare: in arithmetic infinity is a visible error, and a
-    clipped value a silent one. A bound beyond the range is infinite, and so none: clipped, it would
-    make a finite number of a value that has overflowed.
+    clipped value a silent one. An upper bound above the range is infinite, and so none: clipped,
+    it would make a finite number of a value that has overflowed. One below the range holds for
+    every value, and is clipped. Lower bounds are the other way round.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     for cast in plan.casts:
@@ -47,10 +50,29 @@ def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
             continue
         users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
         ops = {"" if user is None else user.op for user in users}
-        chosen = ops <= CHOICES and not ops <= _BOUNDING
-        if chosen and largest_finite(constant.attr["value"].tensor) > limit:
-            node = body.by_name[cast.name]
-            _store(body, constant, [node], limit)
+        if ops <= CHOICES and largest_finite(constant.attr["value"].tensor) > limit:
+            _clip(body, constant, cast, limit)
+
+
+def _clip(body: Body, constant: NodeDef, cast: CastSite, limit: float) -> None:
+    """Stores a cast constant low, once for each range to which its consumers want it clipped."""
+    values = tf.make_ndarray(constant.attr["value"].tensor)
+    finite = values[np.isfinite(values)]
+    consumers: dict[tuple[float, float], list[tuple[str, int]]] = {}
+    for name, position in cast.consumers:
+        use = body.by_name[name].op, position
+        ends = -math.inf if use in _LOWER else -limit, math.inf if use in _UPPER else limit
+        consumers.setdefault(ends, []).append((name, position))
+    first, dtypes = True, (tf.as_dtype(cast.from_), tf.as_dtype(cast.to))
+    for ends, places in consumers.items():
+        node = body.by_name[cast.name]
+        if not first:
+            tensor = body.cast(cast.name, cast.tensor, dtypes, body.shape(cast.tensor), cast.device)
+            body.connect(tensor, places)
+            node = body.by_name[node_name(tensor)]
+        first = False
+        if finite.min() < ends[0] or finite.max() > ends[1]:
+            _store(body, constant, [node], ends)
             body.set_inputs(node, control_inputs_of(constant))
             body.settle()
 
@@ -116,16 +138,19 @@ def _only_casts(node: NodeDef) -> bool:
 
 
 def _store(
-    body: Body, constant: NodeDef, casts: Iterable[NodeDef], limit: float = math.inf
+    body: Body,
+    constant: NodeDef,
+    casts: Iterable[NodeDef],
+    ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
     """Replaces the first Cast to each dtype with a constant, and the others with copies of it.
 
-    Finite values are clipped to `limit`.
+    Finite values are clipped to a range.
     """
     stored: dict[int, NodeDef] = {}
     proto = constant.attr["value"].tensor
     values = tf.make_ndarray(proto)
-    clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
+    clipped = np.where(np.isfinite(values), np.clip(values, *ends), values)
     for node in casts:
         low = int(node.attr["DstT"].type)
         if low in stored:
