@@ -640,9 +640,9 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             gradient_of=("DepthwiseConv2dNative", other),
             layers=_SEPARABLE_LAYERS,
         )
-        for op, other, factor, form in (
-            (*_DEPTHWISE_GRADIENTS, 5, _LARGER_FILTER),
-            (*reversed(_DEPTHWISE_GRADIENTS), 20, _STRIDED),
+        for (op, other), factor, form in (
+            (_DEPTHWISE_GRADIENTS, 5, _LARGER_FILTER),
+            (_DEPTHWISE_GRADIENTS[::-1], 20, _STRIDED),
         )
     ),
     # A process of oneDNN's bfloat16 kernel was still running after 45 s, where float32 takes
