@@ -537,3 +537,22 @@ def test_dimensions_that_are_unknown_may_be_broadcast():
     np.testing.assert_array_equal(found, np.full((1, 4), 16384.0))
     same = gradient(tf.ones((3, 4), tf.float16), tf.ones((3, 4), tf.float16))
     np.testing.assert_array_equal(same, np.ones((3, 4)))
+
+
+def test_the_first_bias_op_and_second_derivatives_of_biases_add_up_in_float32(low):
+    bias, upstream = tf.ones(4), tf.ones((ROWS, 4))
+    with tf.GradientTape() as outer:
+        outer.watch(upstream)
+        with tf.GradientTape() as tape:
+            tape.watch(bias)
+            with tfamp.autocast(low):
+                product = tf.matmul(upstream, tf.eye(4))
+                total = tf.raw_ops.BiasAddV1(value=product, bias=tf.cast(bias, low))
+        np.testing.assert_array_equal(tape.gradient(total, bias), [ROWS] * 4)
+    scale = tf.ones(4)
+    with tf.GradientTape() as tape:
+        tape.watch(scale)
+        with tfamp.autocast(low):
+            rows = tf.cast(upstream, low)
+            summed = tf.raw_ops.BiasAddGrad(out_backprop=rows * tf.cast(scale, low))
+    np.testing.assert_array_equal(tape.gradient(summed, scale), [ROWS] * 4)

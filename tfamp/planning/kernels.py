@@ -371,7 +371,8 @@ BROADCASTING = (
 # Ops whose gradients add up, by Sum, what one value was used for, or how many
 # values are largest.
 _SHARING = (
-    "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma", "SparseToDense",
+    "BiasAddGrad", "BiasAddV1", "Fill", "Max", "Min", "RaggedTensorToTensor", "RandomGamma",
+    "SparseToDense",
     "StatelessParameterizedTruncatedNormal", "StatelessRandomGammaV2", "StatelessRandomGammaV3",
 )  # fmt: skip
 
@@ -441,6 +442,7 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             "GatherV2",
             "ParallelDynamicStitch",
             "ResourceGather",
+            "SparseTensorDenseMatMul",
             "UnsortedSegmentMax",
             "UnsortedSegmentMin",
         ),
@@ -710,14 +712,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             op=f"{op}Grad",
             low=_in(eigen=on_cpus, gpu=_BOTH),
             terms="overlapping windows",
-            gradient_of=(op,),
+            gradient_of=(op, *gradient_of),
             layers=layers,
         )
-        for op, on_cpus, layers in (
-            ("AvgPool", _BOTH, ("AveragePooling1D", "AveragePooling2D")),
-            ("AvgPool3D", _BF16, ("AveragePooling3D",)),
-            ("MaxPool", _BOTH, ("MaxPooling1D", "MaxPooling2D")),
-            ("MaxPool3D", _BF16, ("MaxPooling3D",)),
+        for op, on_cpus, gradient_of, layers in (
+            ("AvgPool", _BOTH, (), ("AveragePooling1D", "AveragePooling2D")),
+            ("AvgPool3D", _BF16, (), ("AveragePooling3D",)),
+            ("MaxPool", _BOTH, ("MaxPoolGradGrad",), ("MaxPooling1D", "MaxPooling2D")),
+            ("MaxPool3D", _BF16, ("MaxPool3DGradGrad",), ("MaxPooling3D",)),
         )
     ),
     *(
