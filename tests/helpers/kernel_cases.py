@@ -352,6 +352,7 @@ RAW_CASES: tuple[KernelCase, ...] = (
         positive(1, 32, 32, 8),
         name="strided",
     ),
+    _raw("BiasAdd", lambda x, b: R.BiasAdd(value=x, bias=b), positive(TERMS, 4), positive(4)),
     _raw("Erfc", lambda x: R.Erfc(x=x), positive(TERMS)),
     # Pooling, resizing, morphology.
     _raw("AvgPool", lambda x: R.AvgPool(value=x, **pooling(32, stride=32)), IMAGE),

@@ -14,7 +14,7 @@ INTERNAL = re.compile(r"_+Mkl\w+|_Fused\w+|_QuantizedMatMul|_UnaryOpsComposition
 _TEXT: dict[str, str] = {
     "one result for each element, from few values": """
         Abs Acos Acosh Add AddV2 Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e
-        BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BiasAdd BiasAddV1
+        BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BiasAddV1
         BatchNormWithGlobalNormalization Cast Ceil ClipByValue Cos Cosh Cross Dequantize Digamma Div
         DivNoNan Elu EluGrad Erf Exp Expm1 Floor FloorDiv FloorMod HSVToRGB Inv InvGrad
         LeakyRelu LeakyReluGrad Lgamma Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RGBToHSV

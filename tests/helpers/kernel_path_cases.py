@@ -52,7 +52,8 @@ def _attention(query: Any, key: Any, value: Any) -> Any:
 
 FUNCTION_CASES: tuple[KernelCase, ...] = (
     _function(
-        "bias_add", "BiasAddGrad", tf.nn.bias_add, positive(TERMS, 4), positive(4), quick=True
+        "bias_add", "BiasAdd BiasAddGrad", tf.nn.bias_add, positive(TERMS, 4), positive(4),
+        quick=True,
     ),
     _broadcast("add", lambda x, b: x + b, quick=True),
     _broadcast("multiply", lambda x, b: x * b),

@@ -216,6 +216,38 @@ def test_slow_gradients_of_depthwise_convolutions_are_float32(side, stride, slow
         np.testing.assert_allclose(each, expected, rtol=1e-2)
 
 
+def rewritten_in_float16(model, x):
+    step = tfamp.rewrite(lambda x: gradients_of(model, x), dtype="float16", placement="lists")
+    return step(x)
+
+
+def autocast_to_float16(model, x):
+    def step(x):
+        with tfamp.autocast("float16"):
+            return gradients_of(model, x)
+
+    return tf.function(step)(x)
+
+
+@pytest.mark.parametrize("way", [rewritten_in_float16, autocast_to_float16])
+def test_a_bias_of_a_matrix_is_float32_where_a_float16_product_would_be_joined_with_it(
+    way, monkeypatch
+):
+    """As on CPUs with AVX512-FP16, where both together take hundreds of times as long."""
+    for module in (hardware, kernel_guard):
+        monkeypatch.setattr(module, "onednn_dtypes", lambda: frozenset([LOW, "float16"]))
+    model = keras.Sequential([keras.Input((8,)), L.Dense(16, "relu"), L.Dense(4)])
+    x = tf.constant(RANDOM.uniform(0.5, 1.5, (32, 8)).astype("float32"))
+    expected = gradients_of(model, x)
+    with context.collect_graphs(optimized=False) as graphs:
+        found = way(model, x)
+    dtypes = [graph_op_dtypes(graph) for graph in graphs]
+    assert {"float16"} in [each.get("MatMul") for each in dtypes]
+    assert {name for each in dtypes for name in each.get("BiasAdd", ())} == {"float32"}
+    for each, reference in zip(found, expected, strict=True):
+        assert_close(tf.cast(each, tf.float32), reference, "float16", depth=64)
+
+
 # ---- Reasons -------------------------------------------------------------------------------------
 
 

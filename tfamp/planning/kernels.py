@@ -54,8 +54,8 @@ PartialShape: TypeAlias = "tuple[int | None, ...] | None"
 EIGEN, ONEDNN, GPU, XLA = "Eigen", "oneDNN", "GPU", "XLA"
 # Ops for which TensorFlow on a CPU runs oneDNN's kernels, where oneDNN supports the dtype.
 ONEDNN_OPS = op_types("""
-    AvgPool AvgPool3D BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput
-    Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
+    AvgPool AvgPool3D BatchMatMul BatchMatMulV2 BiasAdd Conv2D Conv2DBackpropFilter
+    Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
     DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
 """)
 # Where it has none for a dtype that it supports otherwise.
@@ -312,6 +312,12 @@ def _has_larger_filter(call: OpCall) -> bool:
     return any(side is None or side > 3 for side in sides)
 
 
+def _is_of_rows(call: OpCall) -> bool:
+    """Whether the first input is a matrix, or of an unknown rank."""
+    rows = _input(call, 0)
+    return rows is None or len(rows) == 2
+
+
 def _is_strided(call: OpCall) -> bool:
     """Whether a window moves by more than one pixel, or by an unknown number."""
     return max(call.attrs.get("strides") or (math.inf,)) > 1
@@ -332,6 +338,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     _GROUPS: _has_a_group_for_each_channel,
     _LARGER_FILTER: _has_larger_filter,
     _STRIDED: _is_strided,
+    "a matrix": _is_of_rows,
     "any": lambda call: True,
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
@@ -385,6 +392,17 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         instead="Sum",
         gradient_of=("BiasAdd", "BiasAddV1"),
         layers=(*_DENSE_LAYERS, *_ALL_CONV_LAYERS),
+    ),
+    # In a graph TensorFlow joins it with the product before, to an op whose float16 kernel has no
+    # vectors: on an Intel Xeon with AVX512-FP16 2.6 s for 256 rows, 512 inputs and 2,048 units,
+    # where the product alone takes 3 ms. A float32 bias keeps the two apart.
+    KernelFact(
+        op="BiasAdd",
+        low=_in(onednn=_F16),
+        fault=Fault.SLOW,
+        factor=800,
+        form="a matrix",
+        layers=("Dense",),
     ),
     # Reductions. Sum and Mean over the last axis are exact; the axis is not looked at.
     KernelFact(
