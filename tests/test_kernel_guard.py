@@ -136,6 +136,48 @@ def test_gradient_of_a_bias_has_every_row(biased, differentiate):
     np.testing.assert_allclose(differentiate(*biased), [ROWS] * 4, rtol=4e-3)
 
 
+@pytest.mark.parametrize("differentiate", WAYS)
+def test_rows_gathered_behind_a_cast_of_an_activation_are_all_counted(low, differentiate):
+    table = tf.Variable(tf.ones((3, 4)))
+
+    def run():
+        with tfamp.autocast(low):
+            hidden = tf.matmul(table, tf.eye(4))
+            assert hidden.dtype == low
+            rows = tf.gather(tf.cast(hidden, tf.float32), tf.fill([ROWS], 1))
+        return tf.reduce_sum(rows)
+
+    np.testing.assert_array_equal(differentiate(run, table), [[0] * 4, [ROWS] * 4, [0] * 4])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_rows_gathered_behind_a_cast_in_a_layer_of_a_policy_are_all_counted(low, traced):
+    class Looked(keras.layers.Layer):
+        def call(self, x):
+            hidden = x * 1
+            assert hidden.dtype == low
+            return tf.gather(tf.cast(hidden, tf.float32), tf.fill([ROWS], 1))
+
+    with tfamp.policy_scope(f"mixed_{low}"):
+        layer = Looked()
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(layer(x))
+        return tape.gradient(total, x)
+
+    found = (tf.function(gradient) if traced else gradient)(tf.ones((2, 3)))
+    np.testing.assert_array_equal(found, [[0] * 3, [ROWS] * 3])
+
+
+def test_forward_mode_goes_through_a_cast_of_a_low_tensor(low):
+    x = tf.fill((3,), 0.5)
+    with tf.autodiff.ForwardAccumulator(x, tf.ones(3)) as accumulator, tfamp.autocast(low):
+        raised = tf.cast(tf.cast(x, low) * 2, tf.float32)
+    np.testing.assert_array_equal(accumulator.jvp(raised), [2, 2, 2])
+
+
 def test_second_derivatives_are_exact_and_defined(low):
     bias = tf.Variable(tf.zeros(4))
     with tf.GradientTape() as outer:

@@ -267,11 +267,10 @@ def eager_op(original: Method, context: Any, op: str, name: str | None, *args: A
     if count:
         attrs = tuple(op_calls.plain_attrs(op, attrs))
         call = _call_of(op, inputs, _by_name(attrs))
+    if call is None and op == "Cast":
+        return _eager_cast(original, context, name, args)
     if call is None:
-        result = original(context, op, name, *args)
-        if op == "Cast" and _guards.innermost is not None:
-            setattr(result, _CAST, True)
-        return result
+        return original(context, op, name, *args)
     if _runs_in_float32(call):
         if (exact := _sum_of_bias_gradient(call)) is not None:
             return exact
@@ -286,6 +285,31 @@ def eager_op(original: Method, context: Any, op: str, name: str | None, *args: A
     outputs = result if isinstance(result, (list, tuple)) else [result]
     _record(EagerOp(op, [*_flat(tensors)], [*outputs], call.attrs), call)
     return result
+
+
+def _eager_cast(original: Method, context: Any, name: str | None, args: Sequence[Any]) -> Tensor:
+    """Runs a Cast; the gradient of one from a low dtype adds up slices before it casts them."""
+    if _guards.innermost is None:
+        return original(context, "Cast", name, *args)
+    is_recorded = _is_cast_of_low(args[0]) and op_calls.may_record()
+    with op_calls.not_recording() if is_recorded else contextlib.nullcontext():
+        result = original(context, "Cast", name, *args)
+    setattr(result, _CAST, True)
+    if is_recorded:
+        operation = EagerOp("Cast", [args[0]], [result], {})
+        _record_as(operation, _backward_of_cast(operation))
+    return result
+
+
+def _is_cast_of_low(value: Any) -> bool:
+    """Whether a value that is cast here is a low tensor, under a guard that is on."""
+    guard = _guards.innermost
+    return (
+        guard is not None
+        and guard.is_on
+        and isinstance(value, tf.Tensor)
+        and bool(_low_dtype(value))
+    )
 
 
 def _by_name(attrs: Sequence[Any]) -> dict[str, Any]:
@@ -305,7 +329,12 @@ def graph_op(original: Method, op: str, name: str | None = None, **keywords: Any
     }
     call = _call_of(op, inputs, attrs) if names else None
     if call is None:
-        return original(op, name, **keywords)
+        structure, is_stateful, operation, outputs = original(op, name, **keywords)
+        if op == "Cast" and _is_cast_of_low(keywords.get("x")):
+            backward = _backward_of_cast(operation)
+            op_calls.set_gradient(operation, backward)
+            _record_as(operation, backward)
+        return structure, is_stateful, operation, outputs
     if _runs_in_float32(call):
         if (exact := _sum_of_bias_gradient(call)) is not None:
             # Callers read the attributes of the op itself, which nothing uses then.
@@ -420,6 +449,11 @@ def _record(operation: Op | EagerOp, call: _Call | None) -> None:
     backward = _backward(operation, call)
     if call is not None and isinstance(operation, tf.Operation):
         op_calls.set_gradient(operation, backward)
+    _record_as(operation, backward)
+
+
+def _record_as(operation: Op | EagerOp, backward: Backward) -> None:
+    """Records an op on the tapes with the gradient given."""
     inputs, outputs = list(operation.inputs), list(operation.outputs)
     for output in outputs:
         setattr(output, _RECORDED, True)
@@ -440,12 +474,13 @@ def _backward(operation: Op | EagerOp, call: _Call | None) -> Backward:
     return backward
 
 
-def _backward_of_cast(operation: Op) -> Backward:
+def _backward_of_cast(operation: Op | EagerOp) -> Backward:
     """The gradient of a Cast from a low dtype, which adds up slices in the other dtype."""
     gradient = op_calls.gradient_function(operation)
 
     def backward(upstream: Tensor) -> list[Tensor]:
-        return _listed(gradient(operation, _summed(upstream, operation.inputs[0])))
+        with guarded():
+            return _listed(gradient(operation, _summed(upstream, operation.inputs[0])))
 
     return backward
 

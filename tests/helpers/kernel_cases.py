@@ -221,6 +221,16 @@ RAW_CASES: tuple[KernelCase, ...] = (
         for op in ("TensorScatterAdd", "TensorScatterSub", "ScatterNdNonAliasingAdd")
     ),
     _raw(
+        "SparseTensorDenseAdd",
+        lambda v: R.SparseTensorDenseAdd(
+            a_indices=tf.zeros((TERMS, 2), tf.int64),
+            a_values=v,
+            a_shape=[1, 1],
+            b=constant_like(v, 1, 1),
+        ),
+        positive(TERMS),
+    ),
+    _raw(
         "SparseTensorDenseMatMul",
         lambda v, d: R.SparseTensorDenseMatMul(
             a_indices=cells(), a_values=v, a_shape=[1, TERMS], b=d
@@ -353,6 +363,10 @@ RAW_CASES: tuple[KernelCase, ...] = (
         name="strided",
     ),
     _raw("BiasAdd", lambda x, b: R.BiasAdd(value=x, bias=b), positive(TERMS, 4), positive(4)),
+    *(
+        _raw(op, lambda x, y, op=op: getattr(R, op)(x=x, y=y), positive(TERMS, 4), positive(4))
+        for op in ("Add", "AddV2")
+    ),
     _raw("Erfc", lambda x: R.Erfc(x=x), positive(TERMS)),
     # Pooling, resizing, morphology.
     _raw("AvgPool", lambda x: R.AvgPool(value=x, **pooling(32, stride=32)), IMAGE),

@@ -13,7 +13,7 @@ INTERNAL = re.compile(r"_+Mkl\w+|_Fused\w+|_QuantizedMatMul|_UnaryOpsComposition
 
 _TEXT: dict[str, str] = {
     "one result for each element, from few values": """
-        Abs Acos Acosh Add AddV2 Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e
+        Abs Acos Acosh Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e
         BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BiasAddV1
         BatchNormWithGlobalNormalization Cast Ceil ClipByValue Cos Cosh Cross Dequantize Digamma Div
         DivNoNan Elu EluGrad Erf Exp Expm1 Floor FloorDiv FloorMod HSVToRGB Inv InvGrad
@@ -21,7 +21,7 @@ _TEXT: dict[str, str] = {
         RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad
         Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad
         SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSparseMaximum
-        SparseSparseMinimum SparseTensorDenseAdd Sqrt SqrtGrad Square SquaredDifference Sub Tan Tanh
+        SparseSparseMinimum Sqrt SqrtGrad Square SquaredDifference Sub Tan Tanh
         TanhGrad TruncateDiv Xdivy Xlog1py Xlogy
     """,
     "comparisons, and choices among values": """

@@ -55,7 +55,13 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
         "bias_add", "BiasAdd BiasAddGrad", tf.nn.bias_add, positive(TERMS, 4), positive(4),
         quick=True,
     ),
-    _broadcast("add", lambda x, b: x + b, quick=True),
+    _function(
+        "add", "AddV2 Sum", lambda x, b: x + b, positive(TERMS, 4), positive(4), quick=True
+    ),
+    _function(
+        "add of TensorFlow 1", "Add Sum", lambda x, b: tf.raw_ops.Add(x=x, y=b),
+        positive(TERMS, 4), positive(4),
+    ),
     _broadcast("multiply", lambda x, b: x * b),
     _broadcast("divide", lambda x, b: x / b, positive(TERMS, 4), positive(4, scale=2)),
     _broadcast("broadcast_to", lambda b: tf.broadcast_to(b, (TERMS, 4)), positive(4)),
@@ -126,6 +132,11 @@ FUNCTION_CASES: tuple[KernelCase, ...] = (
     _function(
         "ScatterNdNonAliasingAdd", "ScatterNdNonAliasingAdd",
         functools.partial(scatter_into, R.ScatterNdNonAliasingAdd), positive(TERMS, 4), wrt=(),
+    ),
+    _function(
+        "sparse times dense", "SparseTensorDenseAdd",
+        lambda v, d: (sparse(v) * d).values,
+        positive(TERMS), positive(1, 1), wrt=(1,),
     ),
     _function(
         "sparse_dense_matmul", "SparseTensorDenseMatMul",

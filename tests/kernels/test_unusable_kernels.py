@@ -229,21 +229,29 @@ def autocast_to_float16(model, x):
     return tf.function(step)(x)
 
 
+class AddedByHand(L.Dense):
+    """A Dense layer whose bias is added by AddV2."""
+
+    def call(self, inputs):
+        return self.activation(tf.matmul(inputs, self.kernel) + self.bias)
+
+
+@pytest.mark.parametrize("op, layer", [("BiasAdd", L.Dense), ("AddV2", AddedByHand)])
 @pytest.mark.parametrize("way", [rewritten_in_float16, autocast_to_float16])
 def test_a_bias_of_a_matrix_is_float32_where_a_float16_product_would_be_joined_with_it(
-    way, monkeypatch
+    op, layer, way, monkeypatch
 ):
     """As on CPUs with AVX512-FP16, where both together take hundreds of times as long."""
     for module in (hardware, kernel_guard):
         monkeypatch.setattr(module, "onednn_dtypes", lambda: frozenset([LOW, "float16"]))
-    model = keras.Sequential([keras.Input((8,)), L.Dense(16, "relu"), L.Dense(4)])
+    model = keras.Sequential([keras.Input((8,)), layer(16, "relu"), layer(4)])
     x = tf.constant(RANDOM.uniform(0.5, 1.5, (32, 8)).astype("float32"))
     expected = gradients_of(model, x)
     with context.collect_graphs(optimized=False) as graphs:
         found = way(model, x)
     dtypes = [graph_op_dtypes(graph) for graph in graphs]
     assert {"float16"} in [each.get("MatMul") for each in dtypes]
-    assert {name for each in dtypes for name in each.get("BiasAdd", ())} == {"float32"}
+    assert {name for each in dtypes for name in each.get(op, ())} == {"float32"}
     for each, reference in zip(found, expected, strict=True):
         assert_close(tf.cast(each, tf.float32), reference, "float16", depth=64)
 

@@ -54,7 +54,7 @@ PartialShape: TypeAlias = "tuple[int | None, ...] | None"
 EIGEN, ONEDNN, GPU, XLA = "Eigen", "oneDNN", "GPU", "XLA"
 # Ops for which TensorFlow on a CPU runs oneDNN's kernels, where oneDNN supports the dtype.
 ONEDNN_OPS = op_types("""
-    AvgPool AvgPool3D BatchMatMul BatchMatMulV2 BiasAdd Conv2D Conv2DBackpropFilter
+    Add AddV2 AvgPool AvgPool3D BatchMatMul BatchMatMulV2 BiasAdd Conv2D Conv2DBackpropFilter
     Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
     DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul Softmax
 """)
@@ -318,6 +318,13 @@ def _is_of_rows(call: OpCall) -> bool:
     return rows is None or len(rows) == 2
 
 
+def _adds_a_row(call: OpCall) -> bool:
+    """Whether one input is a matrix and the other a row for all of its rows."""
+    shapes = [shape for shape in (_input(call, 0), _input(call, 1)) if shape is not None]
+    rows = [shape for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)]
+    return len(rows) == 1 and any(len(shape) == 2 for shape in shapes if shape is not rows[0])
+
+
 def _is_strided(call: OpCall) -> bool:
     """Whether a window moves by more than one pixel, or by an unknown number."""
     return max(call.attrs.get("strides") or (math.inf,)) > 1
@@ -339,6 +346,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     _LARGER_FILTER: _has_larger_filter,
     _STRIDED: _is_strided,
     "a matrix": _is_of_rows,
+    "a matrix and a row": _adds_a_row,
     "any": lambda call: True,
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
@@ -396,13 +404,20 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
     # In a graph TensorFlow joins it with the product before, to an op whose float16 kernel has no
     # vectors: on an Intel Xeon with AVX512-FP16 2.6 s for 256 rows, 512 inputs and 2,048 units,
     # where the product alone takes 3 ms. A float32 bias keeps the two apart.
-    KernelFact(
-        op="BiasAdd",
-        low=_in(onednn=_F16),
-        fault=Fault.SLOW,
-        factor=800,
-        form="a matrix",
-        layers=("Dense",),
+    *(
+        KernelFact(
+            op=op,
+            low=_in(onednn=_F16),
+            fault=Fault.SLOW,
+            factor=800,
+            form=form,
+            layers=("Dense",),
+        )
+        for op, form in (
+            ("BiasAdd", "a matrix"),
+            ("Add", "a matrix and a row"),
+            ("AddV2", "a matrix and a row"),
+        )
     ),
     # Reductions. Sum and Mean over the last axis are exact; the axis is not looked at.
     KernelFact(
@@ -475,7 +490,14 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         op="ScatterNd",
         low=_in(eigen=_BOTH, gpu=_BOTH, xla=_BF16),
         terms="scattered",
-        gradient_of=("GatherNd", "ResourceGatherNd", "TensorScatterMax", "TensorScatterMin"),
+        gradient_of=(
+            "GatherNd",
+            "ResourceGatherNd",
+            "SparseReduceSum",
+            "TensorScatterMax",
+            "TensorScatterMin",
+            "TensorScatterUpdate",
+        ),
     ),
     # The first two have no low kernel on GPUs.
     *(
@@ -485,6 +507,12 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
             ("TensorScatterSub", _in(eigen=_BOTH)),
             ("ScatterNdNonAliasingAdd", _in(eigen=_BOTH, gpu=_BOTH)),
         )
+    ),
+    KernelFact(
+        op="SparseTensorDenseAdd",
+        low=_in(eigen=_BOTH),
+        terms="values of a vector",
+        gradient_of=("SparseDenseCwiseDiv", "SparseDenseCwiseMul"),
     ),
     KernelFact(
         op="SparseTensorDenseMatMul",
