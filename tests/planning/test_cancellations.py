@@ -67,6 +67,9 @@ OF_PROBABILITIES = {
     "p / (1 - p)": lambda h: odds(tf.sigmoid(2.0 * h)) / 1024.0,
     "1 / (1 - p)": lambda h: tf.math.reciprocal(1.0 - tf.sigmoid(2.0 * h)) / 1024.0,
     "p * log(p)": lambda h: (p := tf.nn.softmax(8.0 * h)) * tf.math.log(p),
+    "log of a mean": lambda h: (
+        h * tf.math.log(tf.reduce_mean(tf.sigmoid(2.0 * h - 16.0), -1, keepdims=True))
+    ),
     "entropy": lambda h: entropy(tf.sigmoid(4.0 * h)),
     "logit": lambda h: logit(4.0 * h),
     "in a function": lambda h: tf.function(tf.math.log)(1.0 - tf.sigmoid(4.0 * h)),
@@ -162,7 +165,7 @@ def test_numbers_beyond_float16s_range_are_as_in_float32(name, placement):
 
 
 def hidden(h):
-    """A normalization, gates, an attention and activations, as models have them."""
+    """A normalization, gates, attention, a router and activations, as models have them."""
     mean = tf.reduce_mean(h, -1, keepdims=True)
     variance = tf.reduce_mean(h * h, -1, keepdims=True) - mean * mean
     h = (h - mean) * tf.math.rsqrt(variance + 1e-5) @ W[0]
@@ -170,6 +173,8 @@ def hidden(h):
     h = (1.0 - z) * h + z * tf.tanh(h @ W[2])
     scores = tf.matmul(h, h, transpose_b=True) / tf.sqrt(tf.cast(tf.shape(h)[-1], tf.float32))
     h += tf.nn.softmax(scores) @ h
+    chosen = tf.math.top_k(tf.nn.softmax(h @ W[1]), 2).values
+    h *= chosen[:, :1] / tf.reduce_sum(chosen, -1, keepdims=True)
     h = tf.math.l2_normalize(h, -1) @ W[0]
     return h / (1.0 + tf.exp(-h)) + tf.nn.gelu(h) + tf.nn.dropout(h, 0.1)
 

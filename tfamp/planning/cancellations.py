@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Set
 
+from tfamp.planning.coloring import REDUCTIONS
 from tfamp.planning.scalings import QUOTIENTS
 from tfamp.planning.structures import along, op_types, reach
 from tfamp.planning.value_flow import ValueFlow
@@ -58,15 +59,25 @@ def cancelling(flow: ValueFlow, left_out: Set[int], exact: Set[int], dtype: str)
         dtype: The low dtype.
     """
     roots, near, origins = dict[int, None](), set[int](), dict[int, None]()
+
+    def may_cancel(slot: int) -> Iterable[int]:
+        """Returns the operands of a slot, unless nothing like zero can come of them."""
+        ends = slot in left_out or flow.ops[slot] in _POSITIVE | _PROBABILITIES
+        return () if ends or is_square(flow, slot) else flow.operands_across(slot)
+
+    def unless_added(slot: int) -> Iterable[int]:
+        return () if flow.ops[slot] in REDUCTIONS else may_cancel(slot)
+
     for root, taken in _taken(flow):
         if root in left_out:
             continue
-        before = reach(taken, lambda slot: _may_cancel(flow, slot, left_out))
-        # A probability that rounds to zero does so in float16 only.
-        ops = _DIFFERENCES
+        before = reach(taken, may_cancel)
+        found = [slot for slot in before if flow.ops[slot] in _DIFFERENCES]
+        # A probability rounds to zero in float16 only; sums by which others are divided do not.
         if dtype == "float16" or flow.ops[root] in _OF_ONE_MORE:
-            ops |= _PROBABILITIES
-        found = [s for s in before if flow.ops[s] in ops and s not in exact]
+            single = reach(taken, unless_added) if flow.ops[root] in QUOTIENTS else before
+            found += (slot for slot in single if flow.ops[slot] in _PROBABILITIES)
+        found = [slot for slot in found if slot not in exact]
         if found:
             roots[root] = None
             origins.update(dict.fromkeys(found))
@@ -92,12 +103,6 @@ def _taken(flow: ValueFlow) -> Iterator[tuple[int, Iterable[int]]]:
             edges = index.inputs[index.slots[slot].node]
             taken = (edge.source for edge in edges if edge.input == _ONE_INPUT[op])
             yield slot, list(filter(flow.is_float, taken))
-
-
-def _may_cancel(flow: ValueFlow, slot: int, left_out: Set[int]) -> Iterable[int]:
-    """Returns the operands of a slot, unless zero and negative values cannot come of them."""
-    ends = slot in left_out or flow.ops[slot] in _POSITIVE | _PROBABILITIES
-    return () if ends or is_square(flow, slot) else flow.operands_across(slot)
 
 
 def _exact_operands(flow: ValueFlow, slot: int) -> Iterable[int]:
