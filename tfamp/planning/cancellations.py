@@ -7,7 +7,7 @@ Squares and exponentials end the search: they are not negative, and round to zer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 from tfamp.planning.coloring import REDUCTIONS
 from tfamp.planning.scalings import QUOTIENTS
@@ -58,7 +58,7 @@ def cancelling(flow: ValueFlow, left_out: Set[int], exact: Set[int], dtype: str)
         exact: Slots that do not count as differences and probabilities.
         dtype: The low dtype.
     """
-    roots, near, origins = dict[int, None](), set[int](), dict[int, None]()
+    singular = {root: taken for root, taken in _taken(flow) if root not in left_out}
 
     def may_cancel(slot: int) -> Iterable[int]:
         """Returns the operands of a slot, unless nothing like zero can come of them."""
@@ -68,28 +68,37 @@ def cancelling(flow: ValueFlow, left_out: Set[int], exact: Set[int], dtype: str)
     def unless_added(slot: int) -> Iterable[int]:
         return () if flow.ops[slot] in REDUCTIONS else may_cancel(slot)
 
-    for root, taken in _taken(flow):
-        if root in left_out:
-            continue
-        before = reach(taken, may_cancel)
-        found = [slot for slot in before if flow.ops[slot] in _DIFFERENCES]
-        # A probability rounds to zero in float16 only; sums by which others are divided do not.
-        if dtype == "float16" or flow.ops[root] in _OF_ONE_MORE:
-            single = reach(taken, unless_added) if flow.ops[root] in QUOTIENTS else before
-            found += (slot for slot in single if flow.ops[slot] in _PROBABILITIES)
-        found = [slot for slot in found if slot not in exact]
-        if found:
-            roots[root] = None
-            origins.update(dict.fromkeys(found))
-            near.update(before, (root,))
+    def taken_by(roots: Iterable[int]) -> Iterable[int]:
+        return (slot for root in roots for slot in singular[root])
+
+    before = reach(taken_by(singular), may_cancel)
+    found = [slot for slot in before if flow.ops[slot] in _DIFFERENCES]
+    # A probability rounds to zero in float16 only; sums by which others are divided do not.
+    roots = [r for r in singular if dtype == "float16" or flow.ops[r] in _OF_ONE_MORE]
+    single = {
+        **reach(taken_by(r for r in roots if flow.ops[r] in QUOTIENTS), unless_added),
+        **reach(taken_by(r for r in roots if flow.ops[r] not in QUOTIENTS), may_cancel),
+    }
+    found += (slot for slot in single if flow.ops[slot] in _PROBABILITIES)
+    origins = [slot for slot in found if slot not in exact]
+    between = _ways_from(origins, before, may_cancel)
+    roots = [root for root, taken in singular.items() if not between.isdisjoint(taken)]
     products = _products_of_differences(flow, origins)
     starts = [*origins, *(s for product in products for s in flow.sources[product])]
-    kept = {
-        **reach(starts, lambda slot: _exact_operands(flow, slot)),
-        **reach(origins, along(near.__contains__, flow.targets)),
-    }
-    made = (slot for slot in kept if not flow.multiplies[slot])
-    return [*products, *made, *_behind(flow, roots, kept.keys(), dtype)]
+    kept = {*reach(starts, lambda slot: _exact_operands(flow, slot)), *between, *roots}
+    made = (slot for slot in flow.order if slot in kept and not flow.multiplies[slot])
+    return [*products, *made, *_behind(flow, roots, kept, dtype)]
+
+
+def _ways_from(
+    origins: Iterable[int], before: Iterable[int], operands: Callable[[int], Iterable[int]]
+) -> Set[int]:
+    """Those of the slots of a walk back that some slots lead to, by the steps of this walk."""
+    targets: dict[int, list[int]] = {}
+    for slot in before:
+        for source in operands(slot):
+            targets.setdefault(source, []).append(slot)
+    return reach(origins, lambda slot: targets.get(slot, ())).keys()
 
 
 def _taken(flow: ValueFlow) -> Iterator[tuple[int, Iterable[int]]]:
