@@ -112,9 +112,10 @@ def decide(
     chosen = choose_nodes(indexes, options, use)
     forced = chosen.forced
     joined = join(indexes, options.colors, weights)
+    normalizing = _normalizing(joined)
     exact_nodes = {
         node: reason
-        for node, reason in _float32_nodes(joined, options, use).items()
+        for node, reason in _float32_nodes(joined, normalizing, options, use).items()
         if node not in forced
     }
     exact: dict[int, Reason] = {}
@@ -124,7 +125,7 @@ def decide(
         ends = ends_of(joined.scopes, joined.slots, loops, joined.conditions, fetched)
         for slot in joined.kept:  # Of a sum over the iterations each term may be rounded.
             ends.states.pop(slot, None)
-        exact = exact_slots(joined.index, options.colors, ends, options.dtype)
+        exact = exact_slots(joined.index, options.colors, ends, normalizing, options.dtype)
     slots = joined.index.slots
     exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
 
@@ -195,23 +196,34 @@ def _idle_patterns(
             yield f"{shown}: {pattern!r} has no effect: {names} stays as it is; {why}."
 
 
-def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
+def _normalizing(joined: Joined) -> dict[int, Reason]:
+    """Nodes that normalize data, whichever precision they need."""
+    return {
+        offset + position: reason
+        for offset, index in zip(joined.offsets, joined.scopes, strict=True)
+        for position, reason in statistics(index).items()
+    }
+
+
+def _float32_nodes(
+    joined: Joined, normalizing: Mapping[int, Reason], options: RewriteOptions, use: GraphUse
+) -> dict[int, Reason]:
     """Nodes that need float32: normalizations, measured values, and sums of low kernels."""
+    # The last reason of a node is the one to tell: what its values mean, then what they are.
     reasons: dict[int, Reason] = {}
+    measured: dict[int, Reason] = {}
     for offset, index in zip(joined.offsets, joined.scopes, strict=True):
-        # The last reason of a node is the one to tell: what its values mean, then
-        # what they are.
         of_scope: dict[int, Reason] = {}
         if options.updates != "low":
             of_scope.update(inexact_nodes(index, options))
             of_scope.update(joined_nodes(index, options.dtype))
         if options.exact_statistics:
             of_scope.update(softmax_gradients(index, options.dtype))
-            of_scope.update(statistics(index))
-        if use.ranges and use.limits:
-            of_scope.update(too_large(index, use.ranges, use.limits))
         reasons.update((offset + position, reason) for position, reason in of_scope.items())
-    return reasons
+        if use.ranges and use.limits:
+            large = too_large(index, use.ranges, use.limits)
+            measured.update((offset + position, reason) for position, reason in large.items())
+    return {**reasons, **(normalizing if options.exact_statistics else {}), **measured}
 
 
 # ---- The plan --------------------------------------------------------------------------

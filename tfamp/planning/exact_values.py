@@ -15,9 +15,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from tfamp.core.dtypes import float_format
+from tfamp.planning.cancellations import cancelling, is_square, takes_one_tensor
 from tfamp.planning.coloring import REDUCTIONS
 from tfamp.planning.ends import Ends, LoopVariable
 from tfamp.planning.op_sets import CHOICES, DECOMPOSITIONS
+from tfamp.planning.scalings import QUOTIENTS
 from tfamp.planning.structures import LOOPS, GraphIndex, Reason, along, op_types, reach
 from tfamp.planning.value_flow import FRAMES, ValueFlow, Ways, value_flow
 from tfamp.planning.value_kinds import (
@@ -32,7 +34,11 @@ from tfamp.planning.value_kinds import (
 
 
 def exact_slots(
-    index: GraphIndex, colors: Mapping[str, str], ends: Ends, dtype: str
+    index: GraphIndex,
+    colors: Mapping[str, str],
+    ends: Ends,
+    normalizing: Collection[int],
+    dtype: str,
 ) -> dict[int, Reason]:
     """Finds the slots that stay float32 for the values they hold, without normalizations.
 
@@ -40,12 +46,13 @@ def exact_slots(
         index: A graph, joined with its loops.
         colors: Color of every op type that is on a list.
         ends: Where its values come from, and where they go.
+        normalizing: Nodes of normalizations, about which no rule here decides.
         dtype: The low dtype.
 
     Returns:
         The slots, with the reason.
     """
-    values = _values_of(value_flow(index, colors, ends.across), ends, dtype)
+    values = _values_of(value_flow(index, colors, ends.across), ends, normalizing, dtype)
     # Of two rules that select a slot the later one here gives the reason.
     before_results = {
         **_losses(values),
@@ -55,9 +62,11 @@ def exact_slots(
     }
     return {
         **_masks(values),
+        **_squares(values),
         **_updates(values),
         **_data(values),
         **_without_idle_holders(values.flow, before_results),
+        **_cancellations(values),
         **_decompositions(values),
         **_angles(values),
         **_conditions(values),
@@ -81,6 +90,7 @@ class _Values:
     Attributes:
         flow: Their flow.
         ends: Where they come from, and where they go.
+        normalizing: Nodes of normalizations.
         dtype: The low dtype.
         given: Data and stored values.
         gradients: What the products of gradients compute.
@@ -93,6 +103,7 @@ class _Values:
 
     flow: ValueFlow
     ends: Ends
+    normalizing: Collection[int]
     dtype: str
     given: Given
     gradients: Collection[int]
@@ -106,7 +117,7 @@ class _Values:
         return slot in self.before_losses or slot in self.before_returned
 
 
-def _values_of(flow: ValueFlow, ends: Ends, dtype: str) -> _Values:
+def _values_of(flow: ValueFlow, ends: Ends, normalizing: Collection[int], dtype: str) -> _Values:
     scalars = [*ends.scalars, *ends.unused]
     gradients = gradients_of(flow, scalars)
     weights = weights_of(flow, ends.inputs)
@@ -127,6 +138,7 @@ def _values_of(flow: ValueFlow, ends: Ends, dtype: str) -> _Values:
     return _Values(
         flow=flow,
         ends=ends,
+        normalizing=normalizing,
         dtype=dtype,
         given=given_values(flow, ends.inputs),
         gradients=gradients,
@@ -422,6 +434,28 @@ def _decompositions(values: _Values) -> dict[int, Reason]:
     return dict.fromkeys(_with_operands(values, reach(roots, leading)), _DECOMPOSED)
 
 
+# ---- cancellations ---------------------------------------------------------------------
+
+_CANCELLED = Reason("cancellation", "a logarithm, a root or a quotient takes what rounds to zero")
+
+
+def _cancellations(values: _Values) -> dict[int, Reason]:
+    """Slots from the last products before logarithms, roots and divisors of differences on.
+
+    A probability rounds to one, and a difference of rounded values may be zero or negative.
+    """
+    flow, given = values.flow, values.given
+    # What leads to results is float32 by their rules, and data is not rounded.
+    left_out = {
+        slot
+        for slot in flow.order
+        if values.is_before_result(slot) or flow.index.slots[slot].node in values.normalizing
+    }
+    exact = given.data.union(given.stored, values.gradients)
+    slots = cancelling(flow, left_out, exact, values.dtype)
+    return {s: _CANCELLED for s in slots if flow.is_product(s) or flow.may_stay(s)}
+
+
 # ---- conditions ------------------------------------------------------------------------
 
 _CONDITION = Reason("condition", "it decides when a loop ends")
@@ -462,6 +496,32 @@ def _is_of_call(index: GraphIndex, slot: int) -> bool:
     return index.slots[slot].attr in ("Tin", "Tout")
 
 
+# ---- squares, in float16 ---------------------------------------------------------------
+
+_SQUARED = Reason("square", "it squares values, whose squares may be beyond float16's range")
+
+
+def _squares(values: _Values) -> dict[int, Reason]:
+    """Products of a tensor with itself, element by element, also added up by an Einsum.
+
+    A Square is on no list in float16, and they are the same.
+    """
+    if values.dtype != "float16":
+        return {}
+    flow = values.flow
+    multiplying = (slot for slot in flow.order if flow.ops[slot] == "Mul" and flow.may_stay(slot))
+    squares = [slot for slot in multiplying if is_square(flow, slot)]
+    einsums = (slot for slot in flow.order if flow.ops[slot] == "Einsum" and flow.is_product(slot))
+    squares += (slot for slot in einsums if _multiplies_itself(flow, slot))
+    return dict.fromkeys(squares, _SQUARED)
+
+
+def _multiplies_itself(flow: ValueFlow, slot: int) -> bool:
+    """Whether an Einsum squares the elements of a tensor: its operands have the same axes."""
+    axes = flow.index.node_of(slot).equation.split("->")[0].replace(" ", "").split(",")
+    return len(axes) > 1 and len(set(axes)) == 1 and takes_one_tensor(flow, slot)
+
+
 # ---- masks, epsilons -------------------------------------------------------------------
 
 # Ops with bounded results.
@@ -476,16 +536,21 @@ def _masks(values: _Values) -> dict[int, Reason]:
     """
     flow = values.flow
     large, lost = _constants_beyond(flow.index, values.dtype)
+    counted = _divided_by_counts(flow) if values.dtype == "float16" else {}
     if not large and not lost:
-        return {}
+        return counted
     # The slots that such a value reaches. True for those whose values are in range if they
     # are low: `graph.passes` clips constants of choices to the range of the dtype.
     fits = dict.fromkeys([*large, *lost], False)
+    # An operand of a product cannot be clipped, nor can it be rounded to zero.
+    constants = reach(fits, along(flow.moves, flow.targets)).keys()
     masked: dict[int, Reason] = {}
     for _ in flow.walks(masked, fits):
         for slot in flow.order:
             beyond = [source for source in flow.sources[slot] if source in fits]
-            if not beyond or flow.multiplies[slot]:
+            if flow.multiplies[slot]:
+                beyond = [s for s in beyond if s in constants and flow.is_product(slot)]
+            if not beyond:
                 continue
             if not _stays_in_range(flow, slot, beyond, fits, large):
                 name = flow.index.node_of(beyond[0]).name
@@ -498,7 +563,31 @@ def _masks(values: _Values) -> dict[int, Reason]:
         behind = next((target for target in flow.targets[slot] if target in masked), None)
         if fits.get(slot) and behind is not None:
             masked[slot] = masked[behind]
-    return {slot: reason for slot, reason in masked.items() if flow.may_stay(slot)}
+    kept = {s: r for s, r in masked.items() if flow.may_stay(s) or flow.is_product(s)}
+    return {**counted, **kept}
+
+
+def _divided_by_counts(flow: ValueFlow) -> dict[int, Reason]:
+    """Quotients by integers, which may be beyond float16's range; not by roots of these."""
+    index = flow.index
+
+    def moved(slot: int) -> Iterable[int]:
+        return flow.sources[slot] if flow.moves(slot) else ()
+
+    def is_count(slot: int) -> bool:
+        dtypes = (index.slots[other].dtype for other in index.node_of(slot).slots)
+        return flow.ops[slot] == "Cast" and any("int" in dtype for dtype in dtypes)
+
+    kept: dict[int, Reason] = {}
+    for slot in flow.order:
+        if flow.ops[slot] in QUOTIENTS and flow.may_stay(slot):
+            edges = index.inputs[index.slots[slot].node]
+            divisors = [edge.source for edge in edges if edge.input == 1]
+            counts = filter(is_count, reach(filter(flow.is_float, divisors), moved))
+            if (count := next(counts, None)) is not None:
+                text = f"the integers of {index.node_of(count).name} may be beyond float16's range"
+                kept[slot] = Reason("mask", text)
+    return kept
 
 
 def _stays_in_range(
