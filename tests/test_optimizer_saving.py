@@ -96,9 +96,8 @@ def test_keras_file_resumes_bit_identically(tmp_path, policy):
     fit(model, x, y)
     assert int(model.optimizer.skipped_steps) == 1
     model.save(tmp_path / "model.keras")
-    with tfamp.policy_scope(
-        policy
-    ):  # Without it Keras's kernels add up, which may round otherwise.
+    # Without the policy Keras's kernels add up, which may round otherwise.
+    with tfamp.policy_scope(policy):
         other = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(other.optimizer, tfamp.LossScaleOptimizer)
     assert other.optimizer.get_config() == model.optimizer.get_config()
