@@ -236,7 +236,7 @@ class AddedByHand(L.Dense):
         return self.activation(tf.matmul(inputs, self.kernel) + self.bias)
 
 
-@pytest.mark.parametrize("op, layer", [("BiasAdd", L.Dense), ("AddV2", AddedByHand)])
+@pytest.mark.parametrize(("op", "layer"), [("BiasAdd", L.Dense), ("AddV2", AddedByHand)])
 @pytest.mark.parametrize("way", [rewritten_in_float16, autocast_to_float16])
 def test_a_bias_of_a_matrix_is_float32_where_a_float16_product_would_be_joined_with_it(
     op, layer, way, monkeypatch
