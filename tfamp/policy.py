@@ -46,8 +46,9 @@ class Policy:
         float32_outputs: Whether models return float32 under a mixed policy: True for output
             layers that compute in float32. "sums" for the same but for the product of a Dense or
             EinsumDense: its operands, and those of its gradient, are low, and its sums are
-            float32 under XLA. Without XLA the forward product is float32 under "mixed_bfloat16",
-            and low and then cast under "mixed_float16". False for the low dtype.
+            float32 under XLA, which on CPUs with AMX compiles the product of a training step by
+            itself. Without XLA the forward product is float32 under "mixed_bfloat16", and low and
+            then cast under "mixed_float16". False for the low dtype.
 
     Attributes:
         name: The name, never "auto".

@@ -11,7 +11,9 @@ from keras import layers
 import tfamp
 from helpers.cases import tiers
 from helpers.graph_asserts import graph_op_dtypes
+from tfamp.interop import tf_private
 from tfamp.interop.patching import wrapped_methods
+from tfamp.layers import low_products
 from tfamp.layers.layer_plan import LayerFacts, plan_layer
 from tfamp.layers.low_products import contracted_axes
 from tfamp.layers.model_calls import plan_of
@@ -93,7 +95,7 @@ def test_errors_of_loss_and_gradients_are_of_the_size_of_the_hidden_layers_round
     exact_loss, exact = found["float32", True]
     (loss, gradients), (loss_by_sums, gradients_by_sums) = found[name, True], found[name, "sums"]
     error = abs(loss_by_sums - exact_loss) / exact_loss
-    # In bfloat16 the forward product is float32; in float16 each logit is rounded once, by itself.
+    # In bfloat16 the forward sums are float32; in float16 each logit is rounded once, by itself.
     share = 8 if name == "mixed_bfloat16" else 2
     assert error < abs(loss - exact_loss) / exact_loss + ROUNDING[name] / share
     assert any((a != b).any() for a, b in zip(gradients, gradients_by_sums, strict=True))
@@ -140,6 +142,114 @@ def test_products_are_low_and_their_forward_sums_float32_where_a_kernel_can(name
     assert forward in found
     found.remove(forward)
     assert found == [("MatMul", low, low)] * 2
+
+
+@pytest.fixture
+def on_tiles(monkeypatch):
+    """As on a CPU with AMX, where XLA multiplies low operands faster than TensorFlow in float32."""
+    monkeypatch.setattr(low_products, "xla_multiplies_on_tiles", lambda: True)
+
+
+def wide(features=(512,), units=512, name="mixed_bfloat16"):
+    with sums(name):
+        keras.utils.set_random_seed(5)
+        return keras.Sequential([keras.Input(features), layers.Dense(units)])
+
+
+ALONE, FLOAT32 = ("BatchMatMulV3", "bfloat16", "float32"), ("MatMul", "float32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "forward"),
+    [
+        (lambda: wide(), ALONE),
+        (lambda: wide((16, 512)), ALONE),
+        (lambda: wide((None, 512)), FLOAT32),  # XLA would compile anew for each length.
+        (lambda: wide(units=128), FLOAT32),  # A call of XLA takes as long.
+        (lambda: wide(name="mixed_float16"), ("MatMul", "float16", "float16")),
+    ],
+    ids=["wide", "sequences", "of any length", "narrow", "float16"],
+)
+def test_xla_multiplies_alone_in_a_training_step_on_a_cpu_with_tiles(model, forward, on_tiles):
+    model = model()
+    shape = model.input_shape
+    found = matmuls(model, tf.TensorSpec(shape), tf.TensorSpec(shape[:-1], "int32"))
+    assert forward in found
+    assert len(found) == 3
+    predicting = tf.function(model).get_concrete_function(tf.TensorSpec(shape)).graph.as_graph_def()
+    assert "BatchMatMulV3" not in graph_op_dtypes(predicting)
+
+
+def test_xla_multiplies_alone_only_where_the_cpu_has_tiles_and_the_op_is_on_it(monkeypatch):
+    x, y = tf.ones((4, 512)), tf.zeros(4, "int32")
+    monkeypatch.setattr(low_products, "xla_multiplies_on_tiles", lambda: False)
+    assert FLOAT32 in matmuls(wide(), x, y)
+    monkeypatch.setattr(low_products, "xla_multiplies_on_tiles", lambda: True)
+    monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
+    assert FLOAT32 in matmuls(wide(), x, y)
+    with tf.device("CPU:0"):
+        assert ALONE in matmuls(wide(), x, y)
+
+
+def test_a_product_of_xla_alone_adds_up_and_returns_float32(on_tiles):
+    """Its operands are rounded, and nothing else: 2 ** -6 is lost beside 256 in bfloat16."""
+    model = wide()
+    kernel = np.zeros((512, 512))
+    kernel[0], kernel[1] = 256.0, 2.0**-6
+    model.set_weights([kernel, np.full(512, 2.0**-7)])
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            outputs = model(x)
+            total = tf.reduce_sum(outputs)
+        return outputs, tape.gradient(total, model.trainable_variables)
+
+    outputs, (of_kernel, of_bias) = step(tf.ones((4, 512)))
+    np.testing.assert_array_equal(outputs, np.full((4, 512), 256 + 2.0**-6 + 2.0**-7))
+    np.testing.assert_array_equal(of_kernel, np.full((512, 512), 4.0))
+    np.testing.assert_array_equal(of_bias, np.full(512, 4.0))
+
+
+def fitted(x, y):
+    model = wide()
+    model.compile("sgd", loss_fn, jit_compile=False, steps_per_execution=2)
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    return model
+
+
+def trained_on_a_replica(x, y):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model, optimizer = wide(), keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    for start in (0, 8, 16):
+        strategy.run(step, (tf.constant(x[start : start + 8]), tf.constant(y[start : start + 8])))
+    return model
+
+
+@pytest.mark.parametrize("train", [fitted, trained_on_a_replica])
+def test_training_by_a_product_of_xla_alone_goes_as_in_float32(train, on_tiles, monkeypatch):
+    rng = np.random.default_rng(2)
+    x, y = rng.standard_normal((20, 512)).astype("float32"), rng.integers(0, 512, 20)
+    by_tiles = train(x, y).get_weights()
+    monkeypatch.setattr(low_products, "xla_multiplies_on_tiles", lambda: False)
+    in_float32 = train(x, y).get_weights()
+    before = wide().get_weights()
+    changes = [
+        [after - start for after, start in zip(weights, before, strict=True)]
+        for weights in (by_tiles, in_float32)
+    ]
+    assert any((a != b).any() for a, b in zip(*changes, strict=True))
+    assert distance(*changes) < 4 * ROUNDING["mixed_bfloat16"]
 
 
 def test_a_sum_that_16_bits_cannot_hold_is_float32():

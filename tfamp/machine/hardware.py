@@ -198,6 +198,17 @@ def onednn_dtypes() -> frozenset[str]:
 
 
 @functools.cache
+def has_tiles() -> bool:
+    """Whether this CPU has AMX, tiles that multiply bfloat16 and add up in float32.
+
+    Example:
+        >>> isinstance(has_tiles(), bool)
+        True
+    """
+    return _TILES in parse_cpuinfo(_cpuinfo())[1]
+
+
+@functools.cache
 def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
     model, flags = parse_cpuinfo(_cpuinfo())
     return Hardware(
