@@ -182,6 +182,7 @@ REACHED_BY = {
     "softmax_cross_entropy_with_logits_v2_helper": lambda: tf.nn.softmax_cross_entropy_with_logits(
         X, X
     ),
+    "_dropout": lambda: tf.nn.experimental.stateless_dropout(X, 0.5, seed=[1, 2]),
     "sparse_softmax_cross_entropy_with_logits": lambda: (
         tf.nn.sparse_softmax_cross_entropy_with_logits([0, 1], X)
     ),

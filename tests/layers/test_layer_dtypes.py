@@ -102,6 +102,19 @@ def test_an_explicit_dtype_always_wins(low, dtype):
         assert_all_say([policy.compute_dtype, by_hand.compute_dtype], model, X)
 
 
+def test_a_dtype_that_another_layer_hands_on_is_the_policys(low):
+    """As libraries give their heads the dtype of a backbone: nobody chose it."""
+    x = keras.Input((8,))
+    hidden = layers.Dense(4)
+    inner = layers.Dense(4, dtype=hidden.dtype_policy)
+    head = layers.Dense(2, dtype=hidden.dtype_policy)
+    model = keras.Model(x, head(inner(hidden(x))))
+    assert [layer.compute_dtype for layer in (hidden, inner, head)] == [low, low, "float32"]
+    assert_all_say(["float32"], model, X)
+    longer = keras.Model(x, layers.Dense(3)(model.output))
+    assert [head.compute_dtype, longer.output.dtype] == [low, "float32"]
+
+
 @pytest.mark.parametrize(
     "pack", [list, tuple, lambda outputs: dict(zip("ab", outputs, strict=True))]
 )

@@ -164,7 +164,7 @@ ALONE, FLOAT32 = ("BatchMatMulV3", "bfloat16", "float32"), ("MatMul", "float32",
     [
         (lambda: wide(), ALONE),
         (lambda: wide((16, 512)), ALONE),
-        (lambda: wide((None, 512)), FLOAT32),  # XLA would compile anew for each length.
+        (lambda: wide((None, 512)), FLOAT32),  # XLA would compile each length.
         (lambda: wide(units=128), FLOAT32),  # A call of XLA takes as long.
         (lambda: wide(name="mixed_float16"), ("MatMul", "float16", "float16")),
     ],

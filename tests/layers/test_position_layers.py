@@ -172,3 +172,17 @@ def test_llama_at_o1_is_as_exact_as_keras_policy(dtype):
         keras.config.set_dtype_policy("float32")
     prepared, _ = tfamp.prepare(make(), keras.optimizers.SGD(0.1), level="O1", dtype=dtype)
     assert error_of(prepared) < 1.2 * error_of(with_keras)
+
+
+@pytest.mark.parametrize("dtype", one_of_each(DTYPES))
+def test_a_classifier_whose_head_takes_the_dtype_of_its_backbone_returns_float32(dtype):
+    with tfamp.policy_scope(f"mixed_{dtype}"):
+        backbone = keras_hub.models.BertBackbone(
+            vocabulary_size=50, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=16,
+            max_sequence_length=8,
+        )  # fmt: skip
+        model = keras_hub.models.BertTextClassifier(backbone, num_classes=3, preprocessor=None)
+    assert backbone.compute_dtype == dtype
+    words = np.ones((2, 8), "int32")
+    x = {"token_ids": words, "segment_ids": 0 * words, "padding_mask": words}
+    assert model.output.dtype == model(x).dtype == model.predict(x, verbose=0).dtype == "float32"

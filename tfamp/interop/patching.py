@@ -112,6 +112,7 @@ _PRIVATE_TENSORFLOW = (
     ("signature_cast", "framework.tensor:TensorSpec.cast"),
     ("true_division", "ops.math_ops:_truediv_python3"),
     ("sparse_matmul", "ops.math_ops:sparse_matmul"),
+    ("dropout", "ops.nn_ops:_dropout"),
     ("cross_entropy", "ops.nn_ops:softmax_cross_entropy_with_logits_v2_helper"),
     ("cross_entropy", "ops.nn_ops:sparse_softmax_cross_entropy_with_logits"),
     ("array_method", "ops.tensor_array_ops:TensorArray.write"),

@@ -126,6 +126,7 @@ class LayerFacts:
         takes_exact: Whether its results need the exact inputs.
         turns_positions: Whether it turns positions into angles.
         adds_up: Whether it, or what it calls, may run kernels that add up.
+        drops: Whether it drops values at a rate, and does nothing else.
         adds_losses: Whether it may add losses.
         is_regularized: Whether Keras adds a loss for its outputs.
         holds: What layers inside of it need: "data" as it came, or "exact" inputs; "" if nothing.
@@ -153,6 +154,7 @@ class LayerFacts:
     takes_exact: bool = False
     turns_positions: bool = False
     adds_up: bool = True
+    drops: bool = False
     adds_losses: bool = True
     is_regularized: bool = False
     holds: Literal["", "data", "exact"] = ""
@@ -187,6 +189,7 @@ class LayerPlan:
         float32_inside: Why it computes in float32 between low inputs and outputs; "" if not.
         turns_positions: Whether it computes angles in float32, by a view of itself.
         guarded: Whether kernels that add up in its low dtype are avoided.
+        exact_rate: Whether it draws random numbers in float32, which it compares with a rate.
         float32_losses: Whether losses that it adds are float32.
         regularized_in_float32: Whether the loss of its outputs is computed in float32.
         float32_sublayers: The policy of the sublayers that stay float32 with it; "" for none.
@@ -206,6 +209,7 @@ class LayerPlan:
     float32_inside: str = ""
     turns_positions: bool = False
     guarded: bool = False
+    exact_rate: bool = False
     float32_losses: bool = False
     regularized_in_float32: bool = False
     float32_sublayers: str = ""
@@ -244,6 +248,7 @@ class LayerPlan:
             f"float32 inside, as it {self.float32_inside}": bool(self.float32_inside),
             "float32 angles": self.turns_positions,
             "exact sums": self.guarded,
+            "exact rate": self.exact_rate,
             "float32 losses": self.float32_losses,
             "all in it float32": bool(self.float32_sublayers),
             outputs.get(self.outputs, ""): self.outputs in outputs,
@@ -289,6 +294,7 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
     """
     protected, losses = facts.protected, facts.protected or facts.losses
     angles = protected and facts.turns_positions
+    is_guarded = protected or facts.guarded
     inside = facts.float32_inside if protected else ""
     fused = facts.low if facts.managed and facts.can_fuse else ""
     inputs = _inputs(facts, inside, angles)
@@ -302,7 +308,8 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
         autocast=not (facts.uncast or inputs in ("uncast", "lowered")),
         float32_inside=inside,
         turns_positions=angles,
-        guarded=(protected or facts.guarded) and facts.adds_up and not facts.turns_positions,
+        guarded=is_guarded and facts.adds_up and not facts.turns_positions,
+        exact_rate=is_guarded and facts.drops,
         float32_losses=losses and (facts.adds_losses or facts.is_regularized),
         regularized_in_float32=losses and facts.is_regularized,
         float32_sublayers=facts.policy_name if facts.stays else "",

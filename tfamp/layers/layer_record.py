@@ -73,6 +73,7 @@ class LayerRecord:
         graph: Its own roles, of a Functional with managed layers.
         inside: The last Functional that a Sequential has built.
         autocast: Whether Keras cast its inputs before its plan said otherwise; None without that.
+        handed_down: The policy in force, of which another layer handed its dtype on to this one.
         warned: Whether a warning has said that it trains in float32 under a later policy.
         warned_of_ids: Whether a warning has said that its ids, of an Embedding, are rounded.
     """
@@ -83,6 +84,7 @@ class LayerRecord:
     graph: ModelGraph | None = None
     inside: weakref.ref[Functional] | None = None
     autocast: bool | None = None
+    handed_down: Policy | None = None
     warned: bool = False
     warned_of_ids: bool = False
 

@@ -142,7 +142,7 @@ def _is_compiled(inputs: Tensor, kernel: Tensor, low: str) -> bool:
     """Whether XLA multiplies: with all of a step, or alone where TensorFlow is slower.
 
     Alone only in the graph of a step that a tape differentiates, as a saved model may run where no
-    XLA is, and for one size of inputs but for the batch, as XLA compiles anew for each.
+    XLA is, and for one size of inputs but for the batch, as XLA compiles each again.
     """
     if tf_private.is_compiled_by_xla():
         return True

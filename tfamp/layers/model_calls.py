@@ -47,7 +47,7 @@ from tfamp.layers.layer_plan import (
     assigned,
     plan_layer,
 )
-from tfamp.layers.layer_record import graph_of, managed_by, note, record_of
+from tfamp.layers.layer_record import assignment_of, graph_of, managed_by, note, record_of
 from tfamp.layers.symbolic_dtypes import computing_specs_of, models_in_computation
 from tfamp.policy import FLOAT32_SUMS, Policy, prepares_data
 
@@ -175,6 +175,7 @@ def _facts_of(layer: Layer) -> LayerFacts:
         # A `call` that was replaced in this layer alone cannot be given another layer.
         turns_positions=keras_hooks.turns_positions(layer) and "call" not in vars(layer),
         adds_up=not (is_plain and isinstance(layer, _WITHOUT_SUMS)),
+        drops=is_plain and isinstance(layer, keras.layers.Dropout),
         adds_losses=not is_built_in(layer),
         is_regularized=regularizer,
         holds_layers=not _holds_no_layers(layer),
@@ -511,6 +512,10 @@ def manage_functional(functional: Functional, owner: Model | None = None) -> Non
 
     The owner is the Sequential that runs it, if known.
     """
+    for layer in model_roles.output_makers(keras_hooks.outputs_of(functional)):
+        policy = record_of(layer).handed_down
+        if policy is not None and assignment_of(layer) is None:
+            manage(layer, policy, assignment_under(layer, policy, "policy"))
     if not model_roles.settle(functional, owner):
         return
 
@@ -751,7 +756,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "call": (
         (_turn_in_float32, lambda plan: plan.turns_positions),
         (_with_low(low_products.call), lambda plan: bool(plan.low_product)),
-        (_guard, lambda plan: plan.guarded),
+        (_guard, lambda plan: plan.guarded or plan.exact_rate),
         (_note_outputs, lambda plan: plan.regularized_in_float32),
         (_look_up_exactly, lambda plan: plan.inputs == "ids"),
         (_compute_in_float32, lambda plan: bool(plan.float32_inside)),

@@ -32,6 +32,8 @@ from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES, Policy, policy_named
 from tfamp.training import scaling_warnings, underflow
 
+# Attribute of a policy of Keras's that a layer got as no dtype was chosen for it.
+_IN_FORCE = "_tfamp_in_force"
 _FLOAT_POLICIES = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 
@@ -242,7 +244,11 @@ def _keras_policy_in_force() -> KerasPolicy:
     if level is None:
         return None
     set_by_keras = _set_by_keras(level)
-    return keras.DTypePolicy(level.policy.name) if set_by_keras is None else set_by_keras
+    if set_by_keras is not None:
+        return set_by_keras
+    policy = keras.DTypePolicy(level.policy.name)
+    setattr(policy, _IN_FORCE, True)
+    return policy
 
 
 def _keras_was_set(policy: KerasPolicy) -> bool:
@@ -293,6 +299,9 @@ def _layer_init(original: Method, layer: Layer, *args: Any, **kwargs: Any) -> No
         if dtype is None:
             assignment = model_calls.assignment_under(layer, policy, "policy")
             model_calls.manage(layer, policy, assignment)
+        elif getattr(dtype, _IN_FORCE, False) and dtype.name == policy.name:
+            # Nobody chose it: a layer or a library hands its own on.
+            note(layer, handed_down=policy)
         else:
             model_calls.manage_once_loaded(layer, policy)
 
