@@ -228,6 +228,19 @@ def test_nothing_is_left_behind(biased, nested):
     assert kernel_guard.hooks.users == 0
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_tensors_of_two_dtypes_are_tensorflows_error_in_a_layer_of_a_policy(traced, low):
+    class Adding(keras.layers.Layer):
+        def call(self, x):
+            return tf.add(x, tf.ones((1, 8))), tf.nn.bias_add(x, tf.ones(8))
+
+    with tfamp.policy_scope(f"mixed_{low}"):
+        layer = Adding()
+    call = tf.function(layer) if traced else layer
+    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError), match="float"):
+        call(tf.ones((4, 8)))
+
+
 def test_an_island_and_other_threads_run_ops_as_they_are(low):
     image = tf.cast(tf.fill((1, 256, 256, 1), 0.75), low)
     results = {}

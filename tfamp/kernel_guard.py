@@ -180,12 +180,26 @@ def _static_integers(value: Any) -> tuple[int, ...] | None:
 
 def _runs_in_float32(call: _Call) -> bool:
     """Whether a call must run in float32: the table has its low kernel, or there is none."""
+    if _mixes_dtypes(call):
+        return False  # TensorFlow raises an error, as it does without the guard.
     for op_input, value in zip(op_inputs(call.op, call.device), call.inputs, strict=False):
         lacks_kernel = op_input.floats and call.dtype not in op_input.floats
         if lacks_kernel and any(map(_low_dtype, _flat([value]))):
             return True
     fact = kernels.fact_about(call.in_table(), call.dtype, call.device, onednn_dtypes())
     return fact is not None or _is_joined(call)
+
+
+def _mixes_dtypes(call: _Call) -> bool:
+    """Whether tensors have different dtypes that the op wants in one."""
+    dtypes: dict[str, tf.DType] = {}
+    for op_input, value in zip(op_inputs(call.op, call.device), call.inputs, strict=False):
+        if op_input.type_attr is None:
+            continue
+        for tensor in filter(tf.is_tensor, _flat([value])):
+            if dtypes.setdefault(op_input.type_attr, tensor.dtype) != tensor.dtype:
+                return True
+    return False
 
 
 def _gradient_is_guarded(call: _Call) -> bool:
@@ -470,10 +484,23 @@ def _record(operation: Op | EagerOp, call: _Call | None) -> None:
 
 def _record_as(operation: Op | EagerOp, backward: Backward) -> None:
     """Records an op on the tapes with the gradient given."""
+    if isinstance(operation, tf.Operation):
+        backward = _in_scope_of(operation, backward)
     inputs, outputs = list(operation.inputs), list(operation.outputs)
     for output in outputs:
         setattr(output, _RECORDED, True)
     op_calls.record(operation.type, inputs, outputs, backward)
+
+
+def _in_scope_of(operation: Op, backward: Backward) -> Backward:
+    """A gradient in the name scope that tapes give it, by which reports find op and layer."""
+    scope = f"gradient_tape/{operation.name}/"
+
+    def scoped(*upstream: Tensor) -> Sequence[Tensor]:
+        with tf.name_scope(scope):
+            return backward(*upstream)
+
+    return scoped
 
 
 def _backward(operation: Op | EagerOp, call: _Call | None) -> Backward:
