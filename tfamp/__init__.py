@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tfamp.torch_style.context import autocast as autocast
     from tfamp.torch_style.grad_scaler import GradScaler as GradScaler
 
-__version__ = "1.0.0rc3"
+__version__ = "1.0.0"
 
 # `__all__`, `__getattr__` and `__dir__` of a package.
 _Lazy: TypeAlias = tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]

@@ -127,9 +127,13 @@ class _Call:
 
     def in_table(self) -> OpCall:
         """The call as the table reads it."""
-        shapes = [_shape(value) for value in _flat(self.inputs)]
+        values = list(_flat(self.inputs))
         return call_before_it_runs(
-            self.op, shapes, lambda number: _static_integers(self.inputs[number]), self.attrs
+            self.op,
+            [_shape(value) for value in values],
+            lambda number: _static_integers(self.inputs[number]),
+            self.attrs,
+            [value.op.type if tf.is_symbolic_tensor(value) else "" for value in values],
         )
 
 

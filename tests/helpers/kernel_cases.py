@@ -364,7 +364,13 @@ RAW_CASES: tuple[KernelCase, ...] = (
     ),
     _raw("BiasAdd", lambda x, b: R.BiasAdd(value=x, bias=b), positive(TERMS, 4), positive(4)),
     *(
-        _raw(op, lambda x, y, op=op: getattr(R, op)(x=x, y=y), positive(TERMS, 4), positive(4))
+        _raw(
+            op,
+            lambda x, w, b, op=op: getattr(R, op)(x=R.MatMul(a=x, b=w), y=b),
+            positive(TERMS, 4),
+            positive(4, 4),
+            positive(4),
+        )
         for op in ("Add", "AddV2")
     ),
     _raw("Erfc", lambda x: R.Erfc(x=x), positive(TERMS)),

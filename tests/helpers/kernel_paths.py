@@ -142,6 +142,7 @@ def op_call(case: KernelCase, dtype: str) -> OpCall:
         [_shape(tensor) for tensor in op.inputs],
         _shape(op.outputs[0]),
         {name: _attribute(op, name) for name in op.node_def.attr},
+        [tensor.op.type for tensor in op.inputs],
     )
 
 

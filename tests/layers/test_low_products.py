@@ -252,6 +252,60 @@ def test_training_by_a_product_of_xla_alone_goes_as_in_float32(train, on_tiles, 
     assert distance(*changes) < 4 * ROUNDING["mixed_bfloat16"]
 
 
+def of_two_tapes(model, x):
+    with tf.GradientTape() as one, tf.GradientTape() as other:
+        loss = tf.reduce_mean(model(x) ** 2)
+    variables = model.trainable_variables
+    return [*one.gradient(loss, variables), *other.gradient(loss, variables)]
+
+
+def of_a_persistent_tape(model, x):
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def of_a_penalty(model, x):
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_mean(model(x) ** 2)
+        penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+    return [outer.gradient(penalty, model.trainable_variables[0])]
+
+
+def of_each_row(model, x):
+    def gradient(row):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(row[None]) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    return tf.vectorized_map(gradient, x)
+
+
+def forward(model, x):
+    with tf.autodiff.ForwardAccumulator(x, 0.5 * x) as accumulator, tf.GradientTape() as tape:
+        tape.watch(x)
+        y = model(x)
+    return [accumulator.jvp(y)]
+
+
+@pytest.mark.parametrize(
+    "way", [of_two_tapes, of_a_persistent_tape, of_a_penalty, of_each_row, forward]
+)
+@pytest.mark.parametrize("xla", [False, True], ids=["graph", "XLA"])
+def test_every_way_of_differentiating_a_product_of_xla(way, xla, on_tiles, monkeypatch):
+    model = wide()
+    x = tf.constant(np.random.default_rng(4).standard_normal((4, 512)).astype("float32"))
+    found = tf.function(way, jit_compile=xla)(model, x)
+    monkeypatch.setattr(low_products, "xla_multiplies_on_tiles", lambda: False)
+    expected = tf.function(way)(model, x)
+    assert (
+        distance([np.float64(each) for each in found], [np.float64(each) for each in expected])
+        < 4 * (ROUNDING["mixed_bfloat16"])
+    )
+
+
 def test_a_sum_that_16_bits_cannot_hold_is_float32():
     """1 + 2 ** -6 has 7 bits behind the point more than 256 leaves in bfloat16."""
     with sums():

@@ -119,21 +119,40 @@ def distances(h):
     return tf.sqrt(2.0001 - 2.0 * tf.matmul(h, h, transpose_b=True)) @ h
 
 
+def neighbours(h):
+    """Rows weighted by their distances, which both terms of the gradient nearly cancel."""
+    squares = tf.reduce_sum(h * h, -1)
+    found = squares[:, None] + squares[None] - 2.0 * tf.matmul(h, h, transpose_b=True)
+    return tf.exp(-tf.sqrt(tf.maximum(found, 1e-6))) @ h
+
+
 DIFFERENCES = {
     "deviation": lambda h: tf.concat([h[:, 1:], deviation(8.0 + h)], -1),
     "scaled by it": lambda h: h * deviation(tf.nn.relu(8.0 + h)),
     "of pooled windows": of_windows(pooled),
     "of windows": of_windows(convolved),
     "distances": distances,
+    "neighbours": neighbours,
 }
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "placement"),
-    one_of_each(DIFFERENCES, DTYPES, PLACEMENTS, quick=5),
+    one_of_each(DIFFERENCES, DTYPES, PLACEMENTS, quick=6),
 )
 def test_roots_of_differences_are_as_in_float32(name, dtype, placement):
     assert_as_exact(step_of(DIFFERENCES[name]), dtype, placement)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_powers_of_differences_keep_products_low(dtype):
+    """Neither these nor their gradients, which are powers too, divide by what rounds to zero."""
+
+    def features(h):
+        return (h - 0.5) ** 3 + tf.nn.relu(0.5 - h) ** 2
+
+    plan = rewritten(step_of(features), dtype).plan(X)
+    assert not [node for node in plan.nodes if node.op in PRODUCTS and node.dtype == "float32"]
 
 
 # ---- Squares, constants and counts beyond float16's range ----------------------------------------

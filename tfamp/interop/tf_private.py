@@ -511,6 +511,32 @@ def is_compiled_by_xla() -> bool:
     return attempt(lambda: private(context)() is not None, False, lost)
 
 
+def is_vectorized() -> bool:
+    """Whether the body of a `tf.vectorized_map` is being traced, by the name scope that it has.
+
+    Symbol: `tf.Graph.get_name_scope`.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if "loop_body" in graph.get_name_scope().split("/"):
+            return True
+        graph = outer_graph(graph)
+    return False
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` follows one of some tensors.
+
+    Symbol: `tensorflow.python.eager.forwardprop_util.pack_tangents`.
+    """
+
+    def check() -> bool:
+        pack = private("eager.forwardprop_util:pack_tangents")
+        return len(pack(list(tensors)).tangents) > 0
+
+    return attempt(check, True, "XLA multiplies no output layer by itself.")
+
+
 def written_handles(function: Trace) -> list[Handle]:
     """The captured handles of variables that a concrete function may assign to; no arguments.
 

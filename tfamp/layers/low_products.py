@@ -121,9 +121,10 @@ def product(inputs: Tensor, kernel: Tensor, axes: int, low: str) -> Tensor:
     size = kernel.shape[:axes].num_elements()
     rows = tf.reshape(tf.cast(inputs, tf.float32), (-1, size))
     matrix = tf.reshape(tf.cast(kernel, tf.float32), (size, -1))
-    outputs = _product(rows, matrix, low, by_xla=_is_compiled(inputs, kernel, low))
+    outputs = _product(rows, matrix, low, _is_compiled(inputs, rows, matrix, low))
     outputs = tf.reshape(outputs, tf.concat([batch, kernel.shape[axes:].as_list()], 0))
-    return tf.ensure_shape(outputs, shape)
+    outputs.set_shape(shape)
+    return outputs
 
 
 @functools.cache
@@ -138,17 +139,20 @@ def xla_multiplies_on_tiles() -> bool:
     return version >= _FIRST_ON_TILES and hardware.has_tiles()
 
 
-def _is_compiled(inputs: Tensor, kernel: Tensor, low: str) -> bool:
+def _is_compiled(inputs: Tensor, rows: Tensor, matrix: Tensor, low: str) -> bool:
     """Whether XLA multiplies: with all of a step, or alone where TensorFlow is slower.
 
     Alone only in the graph of a step that a tape differentiates, as a saved model may run where no
-    XLA is, and for one size of inputs but for the batch, as XLA compiles each again.
+    XLA is, and for one size of inputs but for the batch, as XLA compiles each again. Not in a
+    `tf.vectorized_map`, which takes the function apart, nor in forward mode, which looks into it.
     """
+    if tf_private.is_vectorized() or tf_private.has_tangent(rows, matrix):
+        return False
     if tf_private.is_compiled_by_xla():
         return True
     if low != "bfloat16" or not xla_multiplies_on_tiles() or tf.executing_eagerly():
         return False
-    is_large = (kernel.shape.num_elements() or 0) >= _LEAST_COMPILED
+    is_large = (matrix.shape.num_elements() or 0) >= _LEAST_COMPILED
     if not is_large or not inputs.shape[1:].is_fully_defined() or not op_calls.may_record():
         return False
     device = tf_private.device_kind_in_force() or tf_private.default_device_kind()
@@ -175,7 +179,8 @@ def _forward(rows: Tensor, matrix: Tensor, low: str, by_xla: bool) -> Tensor:
         # A function of its own, which XLA inlines: TensorFlow reuses what it has traced here
         # where XLA does not compile, and nothing but XLA has this product.
         compiled = tf.function(_float32_sums, jit_compile=True, autograph=False)
-        with kernel_guard.guarded(is_on=False):  # which knows no kernel with these dtypes
+        # The guard knows no kernel with these dtypes, and a tape no gradient for them but ours.
+        with kernel_guard.guarded(is_on=False), op_calls.not_recording():
             return compiled(tf.cast(rows, low), tf.cast(matrix, low))
     if low == "bfloat16":
         return tf.matmul(rows, matrix)

@@ -14,7 +14,7 @@ from tfamp.planning.scalings import QUOTIENTS
 from tfamp.planning.structures import along, op_types, reach
 from tfamp.planning.value_flow import ValueFlow
 
-# What these take must not become zero or negative; of a quotient and a power one input.
+# What these take must not become zero or negative; of a quotient and a root one input.
 _SINGULAR = op_types("Inv Log Reciprocal Rsqrt RsqrtGrad Sqrt")
 _ONE_INPUT = dict.fromkeys(QUOTIENTS | {"Xdivy", "Xlog1py", "Xlogy"}, 1) | {"Pow": 0}
 # These take one more than what must not become zero.
@@ -87,7 +87,8 @@ def cancelling(flow: ValueFlow, left_out: Set[int], exact: Set[int], dtype: str)
     starts = [*origins, *(s for product in products for s in flow.sources[product])]
     kept = {*reach(starts, lambda slot: _exact_operands(flow, slot)), *between, *roots}
     made = (slot for slot in flow.order if slot in kept and not flow.multiplies[slot])
-    return [*products, *made, *_behind(flow, roots, kept, dtype)]
+    gradients = _gradients_of(flow, products, roots)
+    return [*products, *made, *gradients, *_behind(flow, roots, kept, dtype)]
 
 
 def _ways_from(
@@ -108,10 +109,17 @@ def _taken(flow: ValueFlow) -> Iterator[tuple[int, Iterable[int]]]:
         op = flow.ops[slot]
         if op in _SINGULAR or op == "Log1p":
             yield slot, flow.sources[slot]
-        elif op in _ONE_INPUT and not is_square(flow, slot):
+        elif op in _ONE_INPUT and (op != "Pow" or _is_root(flow, slot)):
             edges = index.inputs[index.slots[slot].node]
             taken = (edge.source for edge in edges if edge.input == _ONE_INPUT[op])
             yield slot, list(filter(flow.is_float, taken))
+
+
+def _is_root(flow: ValueFlow, slot: int) -> bool:
+    """Whether a power is a root: its exponent is a constant with a fraction."""
+    index = flow.index
+    exponent = index.inputs[index.slots[slot].node][1].source
+    return index.largest.get(index.slots[exponent].node, 0.0) % 1 != 0
 
 
 def _exact_operands(flow: ValueFlow, slot: int) -> Iterable[int]:
@@ -126,6 +134,25 @@ def _products_of_differences(flow: ValueFlow, origins: Iterable[int]) -> list[in
 
     differences = (slot for slot in origins if flow.ops[slot] in _DIFFERENCES)
     return list(filter(flow.is_product, reach(differences, passed_on)))
+
+
+def _gradients_of(flow: ValueFlow, products: Iterable[int], roots: Iterable[int]) -> Iterable[int]:
+    """Products of the gradients of products that a difference takes, and what adds these up.
+
+    They cancel as the products do: a distance by a Gram matrix from squares and products has a
+    gradient by both.
+    """
+    operands = {source for product in products for source in flow.sources[product]}
+    if not operands:
+        return []
+
+    def added(slot: int) -> Iterable[int]:
+        return (target for target in flow.targets[slot] if not flow.multiplies[target])
+
+    behind = reach(roots, added)
+    users = dict.fromkeys(target for slot in behind for target in flow.targets[slot])
+    found = [u for u in users if flow.is_product(u) and not operands.isdisjoint(flow.sources[u])]
+    return [*found, *(slot for slot in reach(found, added) if slot not in found)]
 
 
 def _behind(flow: ValueFlow, roots: Iterable[int], kept: Set[int], dtype: str) -> Collection[int]:

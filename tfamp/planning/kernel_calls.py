@@ -32,8 +32,10 @@ def call_of_indexed_node(index: GraphIndex, position: int) -> OpCall:
         position: The node's position in it.
     """
     node = index.nodes[position]
-    inputs = [index.shapes.get(index.tensor(edge)) for edge in index.inputs[position]]
-    return OpCall(node.op, inputs, index.shapes.get((position, 0)), node.attrs)
+    edges = index.inputs[position]
+    inputs = [index.shapes.get(index.tensor(edge)) for edge in edges]
+    producers = [index.node_of(edge.source).op for edge in edges]
+    return OpCall(node.op, inputs, index.shapes.get((position, 0)), node.attrs, producers)
 
 
 def call_of_recorded_shapes(
@@ -66,6 +68,7 @@ def call_before_it_runs(
     inputs: Sequence[PartialShape],
     integers: Callable[[int], tuple[int, ...] | None],
     attrs: Mapping[str, Any],
+    producers: Sequence[str] = (),
 ) -> OpCall:
     """Returns the call of an op that has no output yet, whose shape its inputs may tell.
 
@@ -75,12 +78,13 @@ def call_before_it_runs(
         integers: Returns the values of the input of a number, in the order of the op's
             definition; None if they are not known before it runs.
         attrs: Its attributes, as Python values.
+        producers: Types of the ops that give its inputs, as in `OpCall`.
 
     Example:
         >>> call_before_it_runs("Sum", [(8, 4), ()], lambda number: (-1,), {}).output
         (8, 1)
     """
-    return OpCall(op, inputs, _output_shape(op, inputs, integers), attrs)
+    return OpCall(op, inputs, _output_shape(op, inputs, integers), attrs, producers)
 
 
 def _output_shape(

@@ -71,12 +71,15 @@ class OpCall:
         inputs: Shapes of its inputs.
         output: Shape of its first output.
         attrs: Its attributes, as Python values; those of other types may be missing.
+        producers: Types of the ops that give its inputs in a graph, "" for unknown ones; empty
+            if none is known.
     """
 
     op: str
     inputs: Sequence[PartialShape] = ()
     output: PartialShape = None
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    producers: Sequence[str] = ()
 
 
 class Fault(enum.Enum):
@@ -319,10 +322,11 @@ def _is_of_rows(call: OpCall) -> bool:
 
 
 def _adds_a_row(call: OpCall) -> bool:
-    """Whether one input is a matrix and the other a row for all of its rows."""
-    shapes = [shape for shape in (_input(call, 0), _input(call, 1)) if shape is not None]
-    rows = [shape for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)]
-    return len(rows) == 1 and any(len(shape) == 2 for shape in shapes if shape is not rows[0])
+    """Whether one input is a product of matrices, and the other a row for all of its rows."""
+    if "MatMul" not in call.producers or len(call.producers) != 2:
+        return False
+    row = _input(call, 1 if call.producers[0] == "MatMul" else 0)
+    return row is not None and (len(row) == 1 or (len(row) == 2 and row[0] == 1))
 
 
 def _is_strided(call: OpCall) -> bool:
@@ -346,7 +350,7 @@ FORMS: Mapping[str, Callable[[OpCall], bool]] = {
     _LARGER_FILTER: _has_larger_filter,
     _STRIDED: _is_strided,
     "a matrix": _is_of_rows,
-    "a matrix and a row": _adds_a_row,
+    "a product and a row": _adds_a_row,
     "any": lambda call: True,
     "three spatial axes": lambda call: len(_input(call, 1) or (None,) * 5) == 5,
     "outside of cuDNN's shapes": _outside_cudnn,
@@ -415,8 +419,8 @@ KERNEL_FACTS: tuple[KernelFact, ...] = (
         )
         for op, form in (
             ("BiasAdd", "a matrix"),
-            ("Add", "a matrix and a row"),
-            ("AddV2", "a matrix and a row"),
+            ("Add", "a product and a row"),
+            ("AddV2", "a product and a row"),
         )
     ),
     # Reductions. Sum and Mean over the last axis are exact; the axis is not looked at.
