@@ -376,9 +376,9 @@ CHECKS: dict[str, tuple[Callable[[Environment], object], str, str, str]] = {
         f"{_PAGES}/guides/policy.md",
     ),
     "unusable-kernels": (
-        lambda e: "; ".join(e.unusable_kernels),
-        "Low-precision kernels that do not return, crash, or are far slower than float32's on "
-        "this CPU: {0}.",
+        lambda e: ", ".join(e.unusable_kernels),
+        "Low-precision kernels that do not return, crash, or can take many times float32's time "
+        "on this CPU, some at certain sizes only: {0}.",
         "Rewrites, levels, autocast and the layers of a policy run these ops in float32. Cast to "
         "float32 yourself outside of them, and where force_low or lists of your own name the op.",
         f"{_PAGES}/explanation/sums.md",

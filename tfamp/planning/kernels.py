@@ -91,6 +91,13 @@ class Fault(enum.Enum):
     SLOW = "can take {factor:g} times as long in {dtype} as in float32{calls}"
 
 
+_IN_SHORT = {
+    Fault.HANGS: "does not return",
+    Fault.CRASHES: "crashes",
+    Fault.SLOW: "{factor:g} times",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFact:
     """A kernel that is worse in low precision than its dtype: less exact, unusable or slow.
@@ -888,19 +895,21 @@ def forward_ops(device: str, onednn: frozenset[str]) -> Mapping[str, frozenset[s
 
 
 def unusable_kernels(device: str, onednn: frozenset[str]) -> tuple[str, ...]:
-    """Texts of the rows of a device whose kernels do not return, crash, or are slow.
+    """Texts of the ops of a device whose kernels do not return, crash, or are slow.
 
     Example:
         >>> found = unusable_kernels("cpu", frozenset({"bfloat16"}))
-        >>> [text.partition(":")[0] for text in found if "not return" in text]
-        ['DepthwiseConv2dNative', 'Conv2D']
+        >>> [text for text in found if "not return" in text]
+        ['DepthwiseConv2dNative in bfloat16 (does not return)', 'Conv2D in bfloat16 (does not ...)']
     """
+    dtypes: dict[tuple[str, str], dict[str, None]] = {}
+    for fact in KERNEL_FACTS:
+        for library, dtype in sorted(fact.low) if fact.fault in _IN_SHORT else ():
+            if library == library_of(fact.op, dtype, device, onednn):
+                short = _IN_SHORT[fact.fault].format(factor=fact.factor)
+                dtypes.setdefault((fact.op, short), {})[dtype] = None
     return tuple(
-        f"{fact.op}: {fact.text(dtype, library)}"
-        for fact in KERNEL_FACTS
-        if fact.fault != Fault.ADDS_UP_LOW
-        for library, dtype in sorted(fact.low)
-        if library == library_of(fact.op, dtype, device, onednn)
+        f"{op} in {' and '.join(sorted(found))} ({short})" for (op, short), found in dtypes.items()
     )
 
 
