@@ -187,7 +187,7 @@ def test_a_rematerialized_layer_reads_its_variables_as_in_the_forward_pass(run, 
 
 @both_dtypes
 def test_a_weight_that_two_products_of_a_layer_use_is_cast_once(dtype):
-    layer = Computed(lambda g, x: x @ tf.reshape(g, (4, 1)) + tf.linalg.matvec(x, g))
+    layer = Computed(lambda g, x: x @ tf.reshape(g, (4, 1)) - tf.linalg.matvec(x, g))
     twice = Computed(lambda g, x: tf.linalg.matvec(x, g) + tf.linalg.matvec(2.0 * x, g))
 
     def casts(layer):
