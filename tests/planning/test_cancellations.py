@@ -66,6 +66,7 @@ OF_PROBABILITIES = {
     "log1p(-p)": lambda h: tf.math.log1p(-tf.sigmoid(4.0 * h)),
     "p / (1 - p)": lambda h: odds(tf.sigmoid(2.0 * h)) / 1024.0,
     "1 / (1 - p)": lambda h: tf.math.reciprocal(1.0 - tf.sigmoid(2.0 * h)) / 1024.0,
+    "(1 - p) ** -1": lambda h: (1.0 - tf.sigmoid(2.0 * h)) ** -1.0 / 1024.0,
     "p * log(p)": lambda h: (p := tf.nn.softmax(8.0 * h)) * tf.math.log(p),
     "log of a mean": lambda h: (
         h * tf.math.log(tf.reduce_mean(tf.sigmoid(2.0 * h - 16.0), -1, keepdims=True))

@@ -342,13 +342,13 @@ def _shape(proto: Any) -> _Shape | None:
 
 
 def largest_finite(tensor: Any) -> float:
-    """Returns the largest magnitude of the finite values of a float32 TensorProto, else 0."""
+    """Returns the finite value of the largest magnitude of a float32 TensorProto, else 0."""
     content, numbers = tensor.tensor_content, tensor.float_val
     if not content and len(numbers) == 1:  # Most constants are; arrays take ten times as long.
-        return abs(numbers[0]) if math.isfinite(numbers[0]) else 0.0
+        return float(numbers[0]) if math.isfinite(numbers[0]) else 0.0
     values = np.frombuffer(content, np.float32) if content else np.array(numbers, "float32")
-    sizes = np.abs(values)
-    return float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
+    finite = values[np.isfinite(values)]
+    return float(finite[np.argmax(np.abs(finite))]) if finite.size else 0.0
 
 
 def _summing_attributes(node: NodeDef) -> dict[str, Any]:

@@ -512,9 +512,9 @@ def is_compiled_by_xla() -> bool:
 
 
 def is_vectorized() -> bool:
-    """Whether the body of a `tf.vectorized_map` is being traced, by the name scope that it has.
+    """Whether the body of a `tf.vectorized_map` is being traced.
 
-    Symbol: `tf.Graph.get_name_scope`.
+    By the name scope "loop_body" that TensorFlow gives it, as nothing else tells.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:

@@ -146,17 +146,17 @@ def _is_compiled(inputs: Tensor, rows: Tensor, matrix: Tensor, low: str) -> bool
     XLA is, and for one size of inputs but for the batch, as XLA compiles each again. Not in a
     `tf.vectorized_map`, which takes the function apart, nor in forward mode, which looks into it.
     """
-    if tf_private.is_vectorized() or tf_private.has_tangent(rows, matrix):
+    if tf.executing_eagerly():
         return False
-    if tf_private.is_compiled_by_xla():
-        return True
-    if low != "bfloat16" or not xla_multiplies_on_tiles() or tf.executing_eagerly():
-        return False
-    is_large = (matrix.shape.num_elements() or 0) >= _LEAST_COMPILED
-    if not is_large or not inputs.shape[1:].is_fully_defined() or not op_calls.may_record():
-        return False
-    device = tf_private.device_kind_in_force() or tf_private.default_device_kind()
-    return device == "cpu"
+    is_wanted = tf_private.is_compiled_by_xla() or (
+        low == "bfloat16"
+        and xla_multiplies_on_tiles()
+        and (matrix.shape.num_elements() or 0) >= _LEAST_COMPILED
+        and inputs.shape[1:].is_fully_defined()
+        and op_calls.may_record()
+        and (tf_private.device_kind_in_force() or tf_private.default_device_kind()) == "cpu"
+    )
+    return is_wanted and not (tf_private.is_vectorized() or tf_private.has_tangent(rows, matrix))
 
 
 def _product(rows: Tensor, matrix: Tensor, low: str, by_xla: bool) -> Tensor:

@@ -7,6 +7,7 @@ Squares and exponentials end the search: they are not negative, and round to zer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 from tfamp.planning.coloring import REDUCTIONS
@@ -14,7 +15,7 @@ from tfamp.planning.scalings import QUOTIENTS
 from tfamp.planning.structures import along, op_types, reach
 from tfamp.planning.value_flow import ValueFlow
 
-# What these take must not become zero or negative; of a quotient and a root one input.
+# What these take must not become zero or negative; of a quotient and a power one input.
 _SINGULAR = op_types("Inv Log Reciprocal Rsqrt RsqrtGrad Sqrt")
 _ONE_INPUT = dict.fromkeys(QUOTIENTS | {"Xdivy", "Xlog1py", "Xlogy"}, 1) | {"Pow": 0}
 # These take one more than what must not become zero.
@@ -34,12 +35,11 @@ _PASSING_ON = op_types("""
 
 def is_square(flow: ValueFlow, slot: int) -> bool:
     """Whether a slot is of the product of a tensor with itself, element by element."""
-    index, op = flow.index, flow.ops[slot]
+    op = flow.ops[slot]
     if op == "Mul":
         return takes_one_tensor(flow, slot)
     if op == "Pow":
-        exponent = index.inputs[index.slots[slot].node][1].source
-        return index.largest.get(index.slots[exponent].node) == 2
+        return _exponent(flow, slot) == 2
     return op in ("Square", "SquaredDifference")
 
 
@@ -74,10 +74,10 @@ def cancelling(flow: ValueFlow, left_out: Set[int], exact: Set[int], dtype: str)
     before = reach(taken_by(singular), may_cancel)
     found = [slot for slot in before if flow.ops[slot] in _DIFFERENCES]
     # A probability rounds to zero in float16 only; sums by which others are divided do not.
-    roots = [r for r in singular if dtype == "float16" or flow.ops[r] in _OF_ONE_MORE]
+    rounding = [s for s in singular if dtype == "float16" or flow.ops[s] in _OF_ONE_MORE]
     single = {
-        **reach(taken_by(r for r in roots if flow.ops[r] in QUOTIENTS), unless_added),
-        **reach(taken_by(r for r in roots if flow.ops[r] not in QUOTIENTS), may_cancel),
+        **reach(taken_by(s for s in rounding if flow.ops[s] in QUOTIENTS), unless_added),
+        **reach(taken_by(s for s in rounding if flow.ops[s] not in QUOTIENTS), may_cancel),
     }
     found += (slot for slot in single if flow.ops[slot] in _PROBABILITIES)
     origins = [slot for slot in found if slot not in exact]
@@ -109,17 +109,27 @@ def _taken(flow: ValueFlow) -> Iterator[tuple[int, Iterable[int]]]:
         op = flow.ops[slot]
         if op in _SINGULAR or op == "Log1p":
             yield slot, flow.sources[slot]
-        elif op in _ONE_INPUT and (op != "Pow" or _is_root(flow, slot)):
+        elif op in _ONE_INPUT and (op != "Pow" or not _is_whole_power(flow, slot)):
             edges = index.inputs[index.slots[slot].node]
             taken = (edge.source for edge in edges if edge.input == _ONE_INPUT[op])
             yield slot, list(filter(flow.is_float, taken))
 
 
-def _is_root(flow: ValueFlow, slot: int) -> bool:
-    """Whether a power is a root: its exponent is a constant with a fraction."""
-    index = flow.index
-    exponent = index.inputs[index.slots[slot].node][1].source
-    return index.largest.get(index.slots[exponent].node, 0.0) % 1 != 0
+def _is_whole_power(flow: ValueFlow, slot: int) -> bool:
+    """Whether a power is known to be one of 0, 1, 2 and so on."""
+    exponent = _exponent(flow, slot)
+    return exponent is not None and exponent >= 0 and exponent % 1 == 0
+
+
+def _exponent(flow: ValueFlow, slot: int) -> float | None:
+    """The exponent of a Pow, if it is a constant, or one less, as in its gradient; else None."""
+    index, subtracted = flow.index, 0.0
+    node = index.slots[index.inputs[index.slots[slot].node][1].source].node
+    while index.nodes[node].op == "Sub":
+        node, one = (index.slots[edge.source].node for edge in index.inputs[node])
+        subtracted += index.largest.get(one, math.nan)
+    exponent = index.largest.get(node, math.nan) - subtracted
+    return None if math.isnan(exponent) else exponent
 
 
 def _exact_operands(flow: ValueFlow, slot: int) -> Iterable[int]:
@@ -152,7 +162,7 @@ def _gradients_of(flow: ValueFlow, products: Iterable[int], roots: Iterable[int]
     behind = reach(roots, added)
     users = dict.fromkeys(target for slot in behind for target in flow.targets[slot])
     found = [u for u in users if flow.is_product(u) and not operands.isdisjoint(flow.sources[u])]
-    return [*found, *(slot for slot in reach(found, added) if slot not in found)]
+    return reach(found, added)
 
 
 def _behind(flow: ValueFlow, roots: Iterable[int], kept: Set[int], dtype: str) -> Collection[int]:

@@ -614,8 +614,8 @@ def _constants_beyond(index: GraphIndex, dtype: str) -> tuple[set[int], set[int]
     """
     limits = float_format(dtype)
     large, lost = set[int](), set[int]()
-    for node, size in index.largest.items():
-        slots = index.nodes[node].slots
+    for node, value in index.largest.items():
+        slots, size = index.nodes[node].slots, abs(value)
         is_number = not any(_rank(index, slot) for slot in slots)
         next_to_one = 0 < abs(size - 1) < limits.eps / (4 if size < 1 else 2)
         if size > limits.max / 2:  # Two of them may be added.

@@ -153,7 +153,7 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 def _measured(index: GraphIndex, ranges: Ranges) -> dict[NodeOutput, TensorRange]:
     """The ranges of a scope's tensors; constants also in branches that never ran."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
-    constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
+    constants = {(node, 0): TensorRange(abs(value)) for node, value in index.largest.items()}
     return constants | {
         (positions[name], port): tensor_range
         for (scope, name, port), tensor_range in ranges.items()

@@ -158,7 +158,7 @@ class GraphIndex:
         edges: All edges but control edges, which no rewrite touches.
         shapes: Shape of a tensor, by its producer's position and output port, with None for an
             unknown dimension. Tensors of unknown rank are left out.
-        largest: Largest finite magnitude in a float32 constant, by its position.
+        largest: The finite value of the largest magnitude in a float32 constant, by its position.
     """
 
     scope: str

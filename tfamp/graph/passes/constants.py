@@ -50,7 +50,7 @@ def run(graph: Graph, options: RewriteOptions, plan: RewritePlan) -> None:
             continue
         users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
         ops = {"" if user is None else user.op for user in users}
-        if ops <= CHOICES and largest_finite(constant.attr["value"].tensor) > limit:
+        if ops <= CHOICES and abs(largest_finite(constant.attr["value"].tensor)) > limit:
             _clip(body, constant, cast, limit)
 
 
