@@ -624,6 +624,21 @@ def reading_variables_in(dtype: str | None) -> Reading:
     return reading
 
 
+def reading_low_by(read: Callable[[Any], Any], low: str) -> Reading:
+    """Returns a context in which the layer being called reads its variables by a function.
+
+    Layers of the same compute dtype that it calls do so too. What the function returns has the
+    low dtype.
+
+    Symbols: `keras.src.backend.common.variables.AutocastScope` and its method `maybe_cast`.
+    """
+    scope = foreign(f"{_VARIABLES}:AutocastScope")(low)
+    keras_symbol(scope, "maybe_cast")
+    scope.maybe_cast = read
+    reading: Reading = scope
+    return reading
+
+
 def reading_dtype() -> str | None:
     """The dtype in which variables are used here; None for the dtype that each one has.
 

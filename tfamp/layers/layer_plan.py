@@ -127,6 +127,7 @@ class LayerFacts:
         turns_positions: Whether it turns positions into angles.
         adds_up: Whether it, or what it calls, may run kernels that add up.
         drops: Whether it drops values at a rate, and does nothing else.
+        loops: Whether it loops over the steps of a sequence, and only reads its weights there.
         adds_losses: Whether it may add losses.
         is_regularized: Whether Keras adds a loss for its outputs.
         holds: What layers inside of it need: "data" as it came, or "exact" inputs; "" if nothing.
@@ -155,6 +156,7 @@ class LayerFacts:
     turns_positions: bool = False
     adds_up: bool = True
     drops: bool = False
+    loops: bool = False
     adds_losses: bool = True
     is_regularized: bool = False
     holds: Literal["", "data", "exact"] = ""
@@ -190,6 +192,7 @@ class LayerPlan:
         turns_positions: Whether it computes angles in float32, by a view of itself.
         guarded: Whether kernels that add up in its low dtype are avoided.
         exact_rate: Whether it draws random numbers in float32, which it compares with a rate.
+        casts_once: Whether it casts its weights once a call, not at each step of a sequence.
         float32_losses: Whether losses that it adds are float32.
         regularized_in_float32: Whether the loss of its outputs is computed in float32.
         float32_sublayers: The policy of the sublayers that stay float32 with it; "" for none.
@@ -210,6 +213,7 @@ class LayerPlan:
     turns_positions: bool = False
     guarded: bool = False
     exact_rate: bool = False
+    casts_once: bool = False
     float32_losses: bool = False
     regularized_in_float32: bool = False
     float32_sublayers: str = ""
@@ -249,6 +253,7 @@ class LayerPlan:
             "float32 angles": self.turns_positions,
             "exact sums": self.guarded,
             "exact rate": self.exact_rate,
+            "weights cast once": self.casts_once,
             "float32 losses": self.float32_losses,
             "all in it float32": bool(self.float32_sublayers),
             outputs.get(self.outputs, ""): self.outputs in outputs,
@@ -310,6 +315,7 @@ def plan_layer(facts: LayerFacts, role: Role, refusal: str = "") -> LayerPlan:
         turns_positions=angles,
         guarded=is_guarded and facts.adds_up and not facts.turns_positions,
         exact_rate=is_guarded and facts.drops,
+        casts_once=is_guarded and facts.loops,
         float32_losses=losses and (facts.adds_losses or facts.is_regularized),
         regularized_in_float32=losses and facts.is_regularized,
         float32_sublayers=facts.policy_name if facts.stays else "",

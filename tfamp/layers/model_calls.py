@@ -35,7 +35,7 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.kinds import Functional, Layer, Method, Model, Nest, Operation, Tensor
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import is_wrapped_by, level_of_user, unwrap_methods, wrap_method
-from tfamp.layers import fused_norms, layer_dtypes, low_products, model_roles
+from tfamp.layers import fused_norms, layer_dtypes, loop_weights, low_products, model_roles
 from tfamp.layers.layer_dtypes import is_built_in
 from tfamp.layers.layer_plan import (
     Assignment,
@@ -176,6 +176,7 @@ def _facts_of(layer: Layer) -> LayerFacts:
         turns_positions=keras_hooks.turns_positions(layer) and "call" not in vars(layer),
         adds_up=not (is_plain and isinstance(layer, _WITHOUT_SUMS)),
         drops=is_plain and isinstance(layer, keras.layers.Dropout),
+        loops=loop_weights.loops(layer),
         adds_losses=not is_built_in(layer),
         is_regularized=regularizer,
         holds_layers=not _holds_no_layers(layer),
@@ -756,6 +757,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "call": (
         (_turn_in_float32, lambda plan: plan.turns_positions),
         (_with_low(low_products.call), lambda plan: bool(plan.low_product)),
+        (loop_weights.call, lambda plan: plan.casts_once),
         (_guard, lambda plan: plan.guarded or plan.exact_rate),
         (_note_outputs, lambda plan: plan.regularized_in_float32),
         (_look_up_exactly, lambda plan: plan.inputs == "ids"),
