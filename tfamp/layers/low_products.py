@@ -5,7 +5,7 @@ the product of inputs and kernel takes long, and with a large vocabulary longer 
 layers. Here the operands of that product, and of the two products of its gradient, are low.
 
 The forward sums stay float32: rounding logits to bfloat16 changes the loss of small transformers
-30 to 700 times as much as all hidden layers together. XLA has a product of low operands with
+20 to 700 times as much as all hidden layers together. XLA has a product of low operands with
 float32 results. TensorFlow has no such kernel. On a CPU with AMX, XLA compiles that product alone
 in the graph of a training step: it took a quarter of float32's time for 2,048 rows, 512 inputs and
 8,000 words. Elsewhere the forward product of a bfloat16 policy without XLA stays float32; float16

@@ -29,6 +29,9 @@ from tfamp.planning.structures import (
 # such as the space that batch normalization reserves for cuDNN, are not converted. 32 is a
 # choice, a usual size of a batch: it weighs tensors with a batch against weights without one.
 UNKNOWN_DIMENSION = 32
+# Estimated number of iterations of a loop, which a graph seldom tells. A choice: it only has to
+# make work inside of a loop weigh much more than Casts before and behind it.
+ITERATIONS = 32
 
 _BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
 _BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}
@@ -114,6 +117,8 @@ class _Estimate:
         for position, node in enumerate(index.nodes):
             if node.op == "Reshape":
                 self._complete_reshape(position)
+            elif node.op == "TensorListConcatV2":
+                self._complete_concatenation(position)
         sizes = {shape: float(math.prod(shape)) for shape in set(self._shapes.values())}
         # Number of elements; tensors of unknown rank count nothing.
         self._sizes = {tensor: sizes[shape] for tensor, shape in self._shapes.items()}
@@ -126,6 +131,13 @@ class _Estimate:
             known = math.prod(dim for dim in shape if dim is not None)
             open_one = max(1, math.prod(self._shapes[tensor]) // max(1, known))
             self._shapes[position, 0] = tuple(open_one if d is None else d for d in shape)
+
+    def _complete_concatenation(self, position: int) -> None:
+        """Counts the rows of an unknown number of tensors, each of as many as a batch."""
+        shape = self._index.shapes.get((position, 0), ())
+        if shape[:1] == (None,):
+            rows = ITERATIONS * UNKNOWN_DIMENSION
+            self._shapes[position, 0] = (rows, *counted_shape(shape[1:]))
 
     def costs(self) -> ScopeCosts:
         index = self._index

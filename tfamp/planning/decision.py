@@ -15,6 +15,7 @@ from tfamp.core import messages
 from tfamp.planning.coloring import ColoredScope, find_regions, paint, safe_slots
 from tfamp.planning.cost import (
     FLOP_FORMULAS,
+    ITERATIONS,
     ScopeCosts,
     crossing_tensors,
     estimate,
@@ -344,9 +345,6 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
 # Functions with other callers are not joined: their arguments and results keep their dtypes, as
 # in conditionals, where a branch may return its argument as it is, which must not be rounded.
 
-# Estimated number of iterations of a loop, which a graph seldom tells. A choice: it only has to
-# make work inside of a loop weigh much more than Casts before and behind it.
-ITERATIONS = 32
 _APART = Reason("boundary", "the loop keeps the dtypes of its boundary")
 
 

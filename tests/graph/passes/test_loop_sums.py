@@ -8,8 +8,10 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.tolerances import assert_close
+from tfamp.core.profile import builtin_profile
 from tfamp.graph.graph import Graph
 from tfamp.graph.passes import loop_sums
+from tfamp.graph.rewrite import rewrite_graph_def
 
 ROUNDS, BATCH, WIDTH = 6, 4, 16
 X = tf.random.stateless_normal((BATCH, WIDTH), (1, 2)) * 0.3
@@ -192,3 +194,32 @@ def test_keras_rnns_get_the_gradients_of_float32(layer, compiled):
     found = tf.function(lambda x: fast(x), jit_compile=True)(x) if compiled else fast(x)
     for got, wanted in zip(found, gradients(x), strict=True):
         assert_close(got, wanted, "bfloat16", depth=8 * ROUNDS)
+
+
+@pytest.mark.parametrize("rows", [8, None])
+def test_a_product_behind_the_loop_counts_the_rows_of_all_rounds(rows):
+    """With those of one round, a Cast of its result would outweigh what a low product gains."""
+    layer = keras.layers.SimpleRNN(512)
+    layer.build((None, 32, 512))
+
+    @tf.function(input_signature=[tf.TensorSpec((rows, 32, 512))])
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(layer(x) ** 2)
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        for variable, gradient in zip(layer.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    graph = step.get_concrete_function().graph
+    result = rewrite_graph_def(
+        graph.as_graph_def(add_shapes=True),
+        [end.name for end in (*graph.outputs, *graph.control_outputs)],
+        dtype="bfloat16",
+        device="cpu",
+        profile=builtin_profile("cpu", bfloat16=True),
+    )
+    behind = {node.name for node in products(result.graph_def.node)}
+    dtypes = {node.dtype for node in result.plan.nodes if node.name in behind}
+    assert len(behind) == 2
+    assert dtypes == {"bfloat16"}
