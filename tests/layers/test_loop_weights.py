@@ -1,5 +1,10 @@
 """Recurrent layers cast their weights before the loop over the steps of a sequence."""
 
+import gc
+import subprocess
+import sys
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -161,3 +166,126 @@ def test_second_gradients_and_maps(low):
         return run(tf.constant(X[:, :5]))
 
     assert_all_close(second(layer), second(exact), low, depth=4 * STEPS)
+
+
+def test_graphs_are_released(low):
+    layer = made(MAKE["LSTM"], f"mixed_{low}")
+    args = tf.constant(X), tf.constant(MASK)
+
+    def graph():
+        gradient = gradient_of(layer)
+        gradient(*args)
+        return weakref.ref(gradient.get_concrete_function(*args).graph)
+
+    held = [graph() for _ in range(3)]
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+
+
+class Chunked(layers.LSTM):
+    """A stateful layer that runs its loop several times, from a state that it resets."""
+
+    def call(self, x, **options):
+        self.reset_state()
+        call = super().call
+        start = tf.zeros((len(X), UNITS), self.compute_dtype)
+        return tf.while_loop(lambda i, _: i < 3, lambda i, _: (i + 1, call(x[:, :2])), (0, start))[
+            1
+        ]
+
+
+class Adapting(layers.SimpleRNN):
+    """A layer that differentiates its own loop, and changes its weights between runs of it."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.held = [weight.value for weight in self.trainable_weights]
+
+    def call(self, x, **options):
+        call = super().call
+
+        def body(i, total):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(call(x), tf.float32) ** 2)
+            gradient = tape.gradient(loss, list(self.held))
+            self.cell.bias.assign(tf.fill((UNITS,), 0.1))
+            return i + 1, total + sum(map(tf.norm, gradient))
+
+        total = tf.while_loop(lambda i, _: i < 2, body, (0, 0.0))[1]
+        return call(x) + tf.cast(total, self.compute_dtype)
+
+
+class OfItsOwn(layers.LSTM):
+    """A layer with a function of its own, which each trace of the layer calls."""
+
+    def build(self, shape):
+        super().build(shape)
+        call = super().call
+        self.run = tf.function(lambda x: call(x))
+
+    def call(self, x, **options):
+        return self.run(x) + 0 * keras.ops.sum(self.cell.kernel)
+
+
+class Counting(layers.Layer):
+    """An activation with a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x * 0 + keras.ops.cast(self.count, x.dtype)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Chunked(UNITS, stateful=True),
+        lambda: Adapting(UNITS),
+        lambda: OfItsOwn(UNITS),
+        lambda: layers.SimpleRNN(UNITS, activation=Counting(), return_sequences=True),
+    ],
+    ids=["loops over its loop", "changes weights", "function of its own", "activation counts"],
+)
+def test_layers_of_a_users_own_compute_as_in_float32(low, make):
+    def results(policy):
+        layer = made(make, policy)
+        runs = [tf.function(lambda x: tf.cast(layer(x), tf.float32)) for _ in range(2)]
+        return [run(tf.constant(X)) for run in runs]
+
+    assert_all_close(results(f"mixed_{low}"), results("float32"), low, depth=STEPS)
+
+
+def test_a_loaded_function_has_its_gradients_where_no_tfamp_is(low, tmp_path):
+    layer = made(MAKE["GRU"], f"mixed_{low}")
+    module = tf.Module()
+    module.held = [weight.value for weight in layer.trainable_weights]
+    module.run = tf.function(
+        lambda x: tf.cast(layer(x), tf.float32), input_signature=[tf.TensorSpec(X.shape)]
+    )
+    with tf.GradientTape() as tape:
+        x = tf.constant(X)
+        tape.watch(x)
+        loss = tf.reduce_sum(module.run(x) ** 2)
+    expected = float(tf.norm(tape.gradient(loss, x)))
+    tf.saved_model.save(module, tmp_path / "saved")
+    np.save(tmp_path / "x.npy", X)
+    code = (
+        "import numpy as np, sys, tensorflow as tf\n"
+        "model = tf.saved_model.load(sys.argv[1] + '/saved')\n"
+        "x = tf.constant(np.load(sys.argv[1] + '/x.npy'))\n"
+        "with tf.GradientTape(persistent=True) as tape:\n"
+        "    tape.watch(x)\n"
+        "    loss = tf.reduce_sum(model.run(x) ** 2)\n"
+        "gradients = tape.gradient(loss, model.held)\n"
+        "assert len(gradients) == 3 and all(g is not None for g in gradients)\n"
+        "assert 'tfamp' not in sys.modules\n"
+        "print(float(tf.norm(tape.gradient(loss, x))))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) == pytest.approx(expected, rel=0.02)

@@ -568,6 +568,14 @@ def is_wrapped_by(obj: Any, name: str, function: Replacement) -> bool:
     return False
 
 
+def is_own_class_method(obj: Any, name: str) -> bool:
+    """Whether a method of one object is its class's, but for our replacements."""
+    method = getattr(obj, name)
+    while (replaced := _replaced_by(method)) is not None:
+        method = replaced.original
+    return getattr(method, "__func__", method) is getattr(type(obj), name)
+
+
 def wrapped_methods(obj: Any) -> dict[str, Method]:
     """Returns the replacements that an object has now, by name of the method."""
     return {name: value for name, value in vars(obj).items() if _replaced_by(value) is not None}

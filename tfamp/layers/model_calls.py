@@ -757,7 +757,6 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
     "call": (
         (_turn_in_float32, lambda plan: plan.turns_positions),
         (_with_low(low_products.call), lambda plan: bool(plan.low_product)),
-        (loop_weights.call, lambda plan: plan.casts_once),
         (_guard, lambda plan: plan.guarded or plan.exact_rate),
         (_note_outputs, lambda plan: plan.regularized_in_float32),
         (_look_up_exactly, lambda plan: plan.inputs == "ids"),
@@ -769,6 +768,7 @@ _STEPS: Mapping[str, Sequence[tuple[_Step, Callable[[LayerPlan], bool]]]] = {
         (_as_part, lambda plan: plan.outputs == "part or outermost"),
         (_cast_outermost, lambda plan: plan.outputs in _OUTERMOST),
     ),
+    "inner_loop": ((loop_weights.inner_loop, lambda plan: plan.casts_once),),
     "quantized_call": ((_guard, lambda plan: plan.guarded),),
     "compute_output_spec": (
         (_forget_outputs, lambda plan: plan.regularized_in_float32),
