@@ -127,7 +127,7 @@ class LayerFacts:
         turns_positions: Whether it turns positions into angles.
         adds_up: Whether it, or what it calls, may run kernels that add up.
         drops: Whether it drops values at a rate, and does nothing else.
-        loops: Whether it loops over the steps of a sequence, and only reads its weights there.
+        loops: Whether it loops over the steps of a sequence.
         adds_losses: Whether it may add losses.
         is_regularized: Whether Keras adds a loss for its outputs.
         holds: What layers inside of it need: "data" as it came, or "exact" inputs; "" if nothing.
@@ -192,7 +192,7 @@ class LayerPlan:
         turns_positions: Whether it computes angles in float32, by a view of itself.
         guarded: Whether kernels that add up in its low dtype are avoided.
         exact_rate: Whether it draws random numbers in float32, which it compares with a rate.
-        casts_once: Whether it casts its weights once a call, not at each step of a sequence.
+        casts_once: Whether weights of Keras's own cells are cast before its loop over a sequence.
         float32_losses: Whether losses that it adds are float32.
         regularized_in_float32: Whether the loss of its outputs is computed in float32.
         float32_sublayers: The policy of the sublayers that stay float32 with it; "" for none.
